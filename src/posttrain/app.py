@@ -1,0 +1,182 @@
+"""The console program: compose, resolve, check, run. Everything heavy is imported only when it is needed."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+    from posttrain.config.root import RootConfig
+    from posttrain.errors import Violation
+
+REFUSED = 2
+"""Exit code of a configuration that must not start."""
+INTERRUPTED = 130
+"""Exit code after Ctrl-C."""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Entry of `posttrain`; exits the process with 0, 1 (a run failed), 2 (refused) or 130 (interrupted)."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if any(flag in arguments for flag in ("--help", "-h")):
+        from posttrain.help import help_text
+
+        print(help_text(arguments), end="")
+        return
+    verb = arguments[0] if arguments else ""
+    if "--validate-manifest" in arguments:
+        verb, arguments = "check", ["check", *(argument for argument in arguments if argument != "--validate-manifest")]
+    if verb == "check":
+        sys.exit(_check(arguments[1:]))
+    if verb == "doctor":
+        from posttrain.doctor import doctor
+
+        sys.exit(doctor())
+    if verb == "report":
+        sys.exit(_report(arguments[1:]))
+    try:
+        _hydra(arguments)
+    except KeyboardInterrupt:
+        print("posttrain: interrupted; metrics and samples of the finished steps are written", file=sys.stderr)
+        sys.exit(INTERRUPTED)
+
+
+def _check(arguments: Sequence[str]) -> int:
+    """Compose and check without running; prints the plan or every violation."""
+    root, found = _inspect(arguments)
+    if root is None:
+        return _refuse(found)
+    from posttrain.preflight import plan
+
+    print("\n".join(plan(root)))
+    return 0
+
+
+def _inspect(arguments: Sequence[str]) -> tuple[RootConfig | None, list[Violation]]:
+    """The resolved tree, or everything that is wrong with it and with the world it would run in."""
+    from hydra._internal.utils import get_args_parser
+
+    from posttrain.config import resolve
+    from posttrain.config.compose import compose_checked
+    from posttrain.preflight import inspect
+
+    flags = get_args_parser().parse_args(list(arguments))
+    return _inspect_one(flags.overrides, flags, compose_checked, resolve, inspect)
+
+
+def _inspect_one(
+    overrides: Sequence[str], flags: Any, compose_checked: Any, resolve: Any, inspect: Any
+) -> tuple[RootConfig | None, list[Violation]]:
+    composed, found = compose_checked(overrides, config_dir=flags.config_dir, config_name=flags.config_name or "config")
+    if composed is None or found:
+        return None, found
+    root = resolve(composed)
+    found = inspect(root)
+    return (None if found else root), found
+
+
+def _refuse(found: Sequence[Violation]) -> int:
+    from posttrain.errors import ConfigError
+
+    print(f"posttrain: {ConfigError(list(found))}", file=sys.stderr)
+    return REFUSED
+
+
+def _report(arguments: Sequence[str]) -> int:
+    from posttrain.errors import ReportError
+    from posttrain.track import write_report
+
+    if len(arguments) != 1:
+        print("usage: posttrain report RUN_DIR", file=sys.stderr)
+        return REFUSED
+    try:
+        print(write_report(Path(arguments[0])))
+    except ReportError as error:
+        print(f"posttrain: {error}", file=sys.stderr)
+        return REFUSED
+    return 0
+
+
+def _hydra(arguments: list[str]) -> None:
+    """Hand over to Hydra: runs, sweeps, `--cfg`, `--info`, completion."""
+    import hydra
+    from hydra._internal.utils import get_args_parser
+
+    from posttrain.config.locate import conf_dir
+    from posttrain.config.store import register
+
+    flags = get_args_parser().parse_args(arguments)
+    runs = not (flags.cfg or flags.info or flags.shell_completion or flags.hydra_help)
+    if runs:
+        for overrides in _jobs(flags):
+            _require(overrides, flags)
+    register()
+    sys.argv = [sys.argv[0], *arguments]
+    # Idle OpenMP threads spin by default and starve an engine or reward process on the same cores; read at torch's import.
+    os.environ.setdefault("GOMP_SPINCOUNT", "0")
+    hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="config")(run)()
+
+
+def _jobs(flags: Any) -> list[list[str]]:
+    """The overrides of every job that will run: one, or the members of a sweep."""
+    if not flags.multirun:
+        return [flags.overrides]
+    from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    try:
+        parsed = OverridesParser.create().parse_overrides(flags.overrides)
+        batches = BasicSweeper.split_arguments(parsed, max_batch_size=None)
+    except HydraException:
+        return []  # not a sweep of the basic sweeper: Hydra explains
+    return [[override for override in job if not override.lstrip("+").startswith("hydra")] for batch in batches for job in batch]
+
+
+def _require(overrides: Sequence[str], flags: Any) -> None:
+    from posttrain.config import resolve
+    from posttrain.config.compose import compose_checked
+    from posttrain.preflight import inspect
+
+    root, found = _inspect_one(overrides, flags, compose_checked, resolve, inspect)
+    if root is None:
+        sys.exit(_refuse(found))
+
+
+def run(composed: DictConfig) -> float | None:
+    """One job, as Hydra's task function; module-level so that launchers can pickle it by reference.
+
+    Returns:
+        The last held-out score, the objective of sweeps.
+    """
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.errors import CompactHydraException
+    from omegaconf import OmegaConf
+
+    from posttrain.config import resolve
+    from posttrain.errors import ConfigError, PosttrainError
+    from posttrain.preflight import inspect
+    from posttrain.runtime.rundir import claim, reloadable
+
+    try:
+        root = resolve(composed)
+        found = inspect(root)
+        if found:
+            raise ConfigError(found)
+        run_dir = Path(HydraConfig.get().runtime.output_dir)
+        moved = claim(run_dir)
+        if moved is not None:
+            print(f"an earlier run of this name was moved to {moved}")
+        from posttrain.loop.launch import launch
+
+        plain = OmegaConf.to_container(OmegaConf.structured(root), resolve=True, enum_to_str=True)
+        assert isinstance(plain, dict)
+        settings = {"run": {"dir": str(run_dir)}, "output_subdir": None, "job": {"name": "posttrain", "chdir": False}}
+        return launch(root, run_dir=run_dir, plain_config=reloadable(plain, root=root, hydra=settings))
+    except PosttrainError as error:
+        raise CompactHydraException(f"posttrain: {error}") from error

@@ -1,0 +1,128 @@
+"""Rules between nodes of the tree: each yields violations with the key to change."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from posttrain.config.base import default_of
+from posttrain.config.data import PromptEnvConfig
+from posttrain.config.grpo import GRPOConfig
+from posttrain.config.model import HFModelConfig, NativePolicyBuildSpec
+from posttrain.config.rollout import RolloutConfig, VLLMRolloutConfig
+from posttrain.config.root import RootConfig
+from posttrain.config.run import precision_violations, resolve_precision
+from posttrain.errors import Violation
+
+
+def cross_violations(root: RootConfig) -> Iterator[Violation]:
+    """Everything that needs more than one node to be judged."""
+    if not isinstance(root.rl, GRPOConfig):
+        return
+    if isinstance(root.model, HFModelConfig | NativePolicyBuildSpec):
+        yield from precision_violations(root.rl, root.model.dtype, sharded=False)
+        yield from _engine_violations(root, root.model)
+    yield from _sampling_violations(root.rl, root.rollout)
+    yield from _data_violations("rl.data", root.rl.data)
+    yield from _validation_violations(root.rl)
+    if root.rl.data_seed_follows_rollout_seed and root.rollout.seed is None:
+        yield Violation("rl.data_seed_follows_rollout_seed", True, "needs an integer rollout.seed", "set rollout.seed")
+
+
+def cautions(root: RootConfig) -> Iterator[str]:
+    """Settings that are honoured and deserve a word at the start."""
+    rl = root.rl
+    if not rl.optimizer.force_finite_grads:
+        yield "rl.optimizer.force_finite_grads=false: a gradient that is not finite will be applied (a non-finite loss is still refused)"
+    if isinstance(rl, GRPOConfig) and rl.data.shuffle and rl.seed == 0 and root.rollout.seed and not rl.data_seed_follows_rollout_seed:
+        yield (
+            f"rollout.seed={root.rollout.seed} with rl.seed=0 and rl.data.shuffle: all arms share one prompt order; set rl.seed per arm "
+            "or rl.data_seed_follows_rollout_seed=true"
+        )
+
+
+def _sampling_violations(rl: GRPOConfig, rollout: RolloutConfig) -> Iterator[Violation]:
+    temperature = rollout.temperature
+    if temperature < 0.01:
+        what = (
+            "is greedy: all completions of a group would be equal" if temperature == 0 else "is below 0.01, which engines rewrite silently"
+        )
+        yield Violation("rollout.temperature", temperature, f"{what}; grouped rollout needs >= 0.01", "set rollout.temperature=1.0")
+    elif rl.grpo_surrogate == "clipped" and temperature != rl.temperature:
+        yield Violation(
+            "rollout.temperature",
+            temperature,
+            f"must equal rl.temperature={rl.temperature}: the loss scores the distribution that was sampled",
+            f"set both, e.g. rl.temperature={temperature} rollout.temperature={temperature}",
+        )
+    elif rl.grpo_surrogate == "legacy_pg" and temperature != 1.0:
+        yield Violation(
+            "rollout.temperature", temperature, "must be 1.0 with grpo_surrogate=legacy_pg, which scores untempered logits", "set it to 1.0"
+        )
+    for name, off in (("top_p", 1.0), ("top_k", 0), ("repetition_penalty", 1.0)):
+        if getattr(rollout, name) != off:
+            yield Violation(
+                f"rollout.{name}",
+                getattr(rollout, name),
+                f"must be {off}: on-policy training scores the full softmax, not a warped one",
+                f"set rollout.{name}={off}",
+            )
+
+
+def _engine_violations(root: RootConfig, model: HFModelConfig | NativePolicyBuildSpec) -> Iterator[Violation]:
+    rl, rollout = root.rl, root.rollout
+    if not isinstance(rl, GRPOConfig):
+        return
+    precision = resolve_precision(rl, model.dtype)
+    if isinstance(rollout, VLLMRolloutConfig):
+        if rollout.dtype and rl.transfer_dtype and rollout.dtype != rl.transfer_dtype:
+            yield Violation(
+                "rollout.dtype", rollout.dtype, f"must equal rl.transfer_dtype={rl.transfer_dtype}", "leave it empty to inherit that dtype"
+            )
+    else:
+        for key, value in (("rl.transfer_dtype", rl.transfer_dtype), ("rl.weight_sync_bucket_bytes", rl.weight_sync_bucket_bytes)):
+            if value and value != precision.master:
+                yield Violation(
+                    key, value, "is never read by rollout=hf, which samples from the policy's own parameters", "drop it or set rollout=vllm"
+                )
+
+
+def _data_violations(path: str, data: PromptEnvConfig) -> Iterator[Violation]:
+    defaults = PromptEnvConfig()
+    for name, kind in (("arithmetic", "arithmetic"), ("reasoning_gym", "reasoning_gym")):
+        if data.kind != kind and getattr(data, name) != getattr(defaults, name):
+            if name == "reasoning_gym" and data.reasoning_gym.dataset:
+                continue  # two sources at once: reported by the node itself
+            yield Violation(
+                f"{path}.{name}",
+                "(changed)",
+                f"is read only by the {kind} source, and this source is {data.kind}",
+                f"drop the {path}.{name}.* overrides",
+            )
+    if data.kind == "arithmetic" and data.split == "held_out" and data.arithmetic.held_out_fraction == 0:
+        yield Violation(f"{path}.arithmetic.held_out_fraction", 0.0, "leaves split=held_out without problems", "set it above 0, e.g. 0.15")
+
+
+def _validation_violations(rl: GRPOConfig) -> Iterator[Violation]:
+    validation, path = rl.validation, "rl.validation"
+    if validation.num_prompts == 0:
+        # max_prompt_tokens and the like may differ: only the cadence claims that something will be measured
+        if validation.every:
+            yield Violation(f"{path}.every", validation.every, f"is never read while {path}.num_prompts=0", f"set {path}.num_prompts")
+        return
+    yield from _data_violations(f"{path}.data", validation.data)
+    if 0 < validation.temperature < 0.01:
+        yield Violation(f"{path}.temperature", validation.temperature, "must be 0 (greedy) or at least 0.01", "set it to 0")
+    if validation.temperature == 0:
+        for name in ("samples_per_prompt", "top_p", "top_k", "seed"):
+            spec = next(s for s in validation.__dataclass_fields__.values() if s.name == name)
+            if getattr(validation, name) != default_of(spec):
+                yield Violation(
+                    f"{path}.{name}", getattr(validation, name), "changes nothing under greedy decoding", f"set {path}.temperature > 0"
+                )
+    if not (validation.at_start or validation.at_end or validation.every):
+        yield Violation(
+            f"{path}.num_prompts",
+            validation.num_prompts,
+            "asks for held-out prompts that at_start=false, at_end=false and every=0 never use",
+            f"set {path}.num_prompts=0 or a cadence",
+        )

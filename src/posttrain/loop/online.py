@@ -1,0 +1,136 @@
+"""The online loop of the GRPO family: draw, generate, score, annotate, train, publish; evaluate on the way."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from posttrain.algorithm.annotators.advantage import annotate
+from posttrain.config.grpo import GRPOConfig
+from posttrain.data.source import PromptSource
+from posttrain.errors import TrainingError
+from posttrain.loop.held_out import HeldOut
+from posttrain.records import Max, Mean, Metric, RolloutGroup, RolloutRequest, SamplingParams, Sum, merge_metrics
+from posttrain.reward.service import RewardService
+from posttrain.rollout.engine import RolloutEngine
+from posttrain.runtime.seeding import derive_seed
+from posttrain.track import Tracker
+from posttrain.trainer.core import Trainer
+from posttrain.weight_sync.protocol import WeightSync
+
+
+@dataclass(frozen=True, slots=True)
+class OnlineParts:
+    """The components one online run is made of; each is swappable behind its protocol."""
+
+    source: PromptSource
+    engine: RolloutEngine
+    rewards: RewardService
+    trainer: Trainer
+    weight_sync: WeightSync
+    tracker: Tracker
+    held_out: HeldOut | None
+    token_texts: Callable[[tuple[int, ...]], list[str]]
+
+
+class OnlineLoop:
+    """Synchronous: every completion is drawn under the weights that are then trained."""
+
+    def __init__(self, rl: GRPOConfig, *, parts: OnlineParts, sampling: SamplingParams, rollout_seed: int) -> None:
+        self._rl = rl
+        self._parts = parts
+        self._sampling = sampling
+        self._rollout_seed = rollout_seed
+
+    def run(self) -> float | None:
+        """Train for `rl.max_steps` collected batches; returns the last held-out score, if any was measured.
+
+        Raises:
+            TrainingError: a window was rejected; the metrics of the steps before it are written.
+        """
+        parts, validation = self._parts, self._rl.validation
+        self._publish(verify=True)
+        score = self._evaluate() if validation.at_start else None
+        evaluated_at = parts.trainer.model_step
+        for step in range(1, self._rl.max_steps + 1):
+            self._step(step)
+            due = validation.every > 0 and parts.trainer.model_step // validation.every > evaluated_at // validation.every
+            if due or (step == self._rl.max_steps and validation.at_end):
+                score = self._evaluate()
+                evaluated_at = parts.trainer.model_step
+        return score
+
+    def _step(self, step: int) -> None:
+        parts, tracker = self._parts, self._parts.tracker
+        metrics: dict[str, Metric] = {}
+        with tracker.phase("data"):
+            requests = self._requests(step)
+        with tracker.phase("generate"):
+            started = time.monotonic()
+            rollouts = parts.engine.generate(requests)
+            merge_metrics(metrics, rollout_metrics(rollouts, seconds=time.monotonic() - started))
+        with tracker.phase("reward"):
+            scored = parts.rewards.score(rollouts)
+        merge_metrics(metrics, scored.metrics)
+        for failure in scored.failures:
+            tracker.event("reward_failed", step=step, prompt=failure.prompt_id, sample=failure.sample, reason=failure.reason)
+        groups = [annotate(group, unbiased=self._rl.unbiased_advantage) for group in scored.groups]
+        with tracker.phase("train"):
+            result = parts.trainer.train_step(groups)
+        merge_metrics(metrics, result.metrics)
+        if result.rejection is None:
+            merge_metrics(metrics, self._publish(verify=step == 1))
+        merge_metrics(metrics, self._process_metrics())
+        tracker.samples(step, groups=groups, token_texts=parts.token_texts, token_logprobs=result.token_logprobs)
+        tracker.step(step, model_step=result.model_step, metrics={name: metric.value for name, metric in sorted(metrics.items())})
+        if result.rejection is not None:
+            raise TrainingError(
+                f"step {step}: the optimizer window was rejected, nothing of it was applied: {result.rejection}; "
+                f"{result.applied_steps} of {self._rl.n_mini} windows of this batch were committed. Lower rl.optimizer.lr or inspect samples/"
+            )
+
+    def _requests(self, step: int) -> list[RolloutRequest]:
+        prompts = self._parts.source.draw(self._rl.groups_per_step)
+        return [
+            RolloutRequest(prompt, self._rl.group_size, self._sampling, derive_seed(self._rollout_seed, "rollout", step, prompt.id))
+            for prompt in prompts
+        ]
+
+    def _publish(self, *, verify: bool) -> dict[str, Metric]:
+        with self._parts.tracker.phase("sync"):
+            publication = self._parts.weight_sync.publish(self._parts.trainer.model_step, verify=verify)
+        metrics = {name: metric.value for name, metric in publication.metrics.items()}
+        self._parts.tracker.event("published", version=publication.version, verified=verify, **metrics)
+        return publication.metrics
+
+    def _evaluate(self) -> float | None:
+        if self._parts.held_out is None:
+            return None
+        with self._parts.tracker.phase("validate"):
+            return self._parts.held_out.evaluate(self._parts.trainer.model_step)
+
+    def _process_metrics(self) -> dict[str, Metric]:
+        unit = 1 if sys.platform == "darwin" else 1024
+        return {
+            "data/epoch": Max(float(self._parts.source.cursor().epoch)),
+            "data/skipped_too_long": Max(float(self._parts.source.skipped_too_long)),
+            "memory/peak_rss_gib": Max(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30),
+        }
+
+
+def rollout_metrics(rollouts: Sequence[RolloutGroup], *, seconds: float) -> dict[str, Metric]:
+    """Lengths, truncation and speed of one collection."""
+    completions = [completion for group in rollouts for completion in group.completions]
+    lengths = [len(completion.token_ids) for completion in completions]
+    truncated = sum(completion.finish_reason == "length" for completion in completions)
+    count, tokens = float(len(completions)), float(sum(lengths))
+    return {
+        "rollout/tokens": Sum(tokens),
+        "rollout/tokens_per_s": Mean(tokens, seconds),
+        "train/response_len_mean": Mean(tokens, count),
+        "train/response_len_max": Max(float(max(lengths, default=0))),
+        "train/rollout_truncated_frac": Mean(float(truncated), count),
+    }

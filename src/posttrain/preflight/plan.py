@@ -1,0 +1,117 @@
+"""What a checked configuration will do, as lines for a person."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from posttrain.config import (
+    GRPOConfig,
+    HFModelConfig,
+    NativePolicyBuildSpec,
+    PromptEnvConfig,
+    RootConfig,
+    VLLMRolloutConfig,
+    resolve_precision,
+)
+from posttrain.config.rules import cautions
+
+
+def plan(root: RootConfig) -> list[str]:
+    """The run in a dozen lines: what is trained on what, how much of it, where it goes."""
+    rows = [*_rows(root)]
+    width = max(len(name) for name, _ in rows)
+    return [*(f"{name:<{width}}  {text}" for name, text in rows), *(f"note: {text}" for text in cautions(root))]
+
+
+def _rows(root: RootConfig) -> Iterator[tuple[str, str]]:
+    rl, rollout = root.rl, root.rollout
+    yield "run", str(Path(root.job.output_root) / root.job.group / root.job.name)
+    if isinstance(rl, GRPOConfig):
+        yield "algorithm", _algorithm(root, rl)
+    yield "model", _model(root)
+    yield (
+        "data",
+        f"{_source(rl.data)}, in {'shuffled' if rl.data.shuffle or rl.data.kind in ('arithmetic', 'reasoning_gym') else 'file'} order",
+    )
+    if isinstance(rl, GRPOConfig):
+        yield "reward", rl.reward
+        yield "batch", _batch(rl)
+        completions = rl.max_steps * rl.batch_per_replica
+        yield (
+            "steps",
+            f"{rl.max_steps} x {rl.batch_per_replica} completions = {completions} completions, "
+            f"at most {completions * rollout.max_tokens} sampled tokens, {rl.max_steps * rl.n_mini} optimizer steps",
+        )
+    yield "rollout", _rollout(root)
+    yield "optimizer", f"{rl.optimizer.name} lr {rl.optimizer.lr:g}, {_clip(rl.optimizer.grad_clip_norm)}"
+    if isinstance(rl, GRPOConfig) and isinstance(root.model, HFModelConfig | NativePolicyBuildSpec):
+        precision = resolve_precision(rl, root.model.dtype)
+        how = ", autocast" if precision.autocast else ""
+        yield "precision", f"computes in {precision.param}, keeps {precision.master}, sends {precision.transfer}{how}"
+    yield "validation", _validation(root)
+    yield "devices", f"{root.grid.backend} process, GPU if there is one" if root.grid.backend == "local" else root.grid.backend
+
+
+def _algorithm(root: RootConfig, rl: GRPOConfig) -> str:
+    reduction = "mean over completions" if rl.grpo_surrogate == "legacy_pg" else rl.loss_type
+    scale = "reward - group mean" if rl.unbiased_advantage else "(reward - group mean) / group std"
+    return f"{root.algorithm.name}: surrogate {rl.grpo_surrogate}, reduction {reduction}, advantage {scale}"
+
+
+def _model(root: RootConfig) -> str:
+    model = root.model
+    if isinstance(model, HFModelConfig):
+        return f"{model.name_or_path} ({model.dtype}, {model.attn_implementation})"
+    if isinstance(model, NativePolicyBuildSpec):
+        return f"{model.model_id} from {model.builder} ({model.dtype})"
+    return type(model).__name__
+
+
+def _source(data: PromptEnvConfig) -> str:
+    if data.kind == "jsonl":
+        text = data.path
+    elif data.kind == "huggingface":
+        text = " ".join(part for part in (data.name, data.subset, data.split) if part)
+    elif data.kind == "reasoning_gym":
+        text = f"reasoning-gym {data.reasoning_gym.dataset} ({data.split}, {data.reasoning_gym.size} tasks)"
+    else:
+        node = data.arithmetic
+        text = f"arithmetic {node.low}..{node.high} with {' '.join(node.operators)} ({data.split})"
+    return text if data.max_prompt_tokens is None else f"{text}, prompts up to {data.max_prompt_tokens} tokens"
+
+
+def _batch(rl: GRPOConfig) -> str:
+    steps = "1 optimizer step" if rl.n_mini == 1 else f"{rl.n_mini} optimizer steps"
+    chunks = "1 micro-batch" if rl.n_micro == 1 else f"{rl.n_micro} micro-batches"
+    return (
+        f"{rl.groups_per_step} prompts x {rl.group_size} completions = {rl.batch_per_replica} per step -> "
+        f"{steps} of {chunks} x {rl.micro_batch}"
+    )
+
+
+def _rollout(root: RootConfig) -> str:
+    rollout = root.rollout
+    if isinstance(rollout, VLLMRolloutConfig):
+        engine = f"vllm ({rollout.process.replace('_', ' ')})"
+    else:
+        engine = "transformers on the policy itself"
+    seed = f"rl.seed={root.rl.seed}" if rollout.seed is None else f"rollout.seed={rollout.seed}"
+    return f"{engine}, temperature {rollout.temperature:g}, up to {rollout.max_tokens} tokens, seeded by {seed}"
+
+
+def _clip(norm: float) -> str:
+    return f"gradient norm clipped to {norm:g}" if norm else "gradients not clipped"
+
+
+def _validation(root: RootConfig) -> str:
+    validation = root.rl.validation
+    if not validation.num_prompts:
+        return "off"
+    when = [text for wanted, text in ((validation.at_start, "at the start"), (validation.at_end, "at the end")) if wanted]
+    if validation.every:
+        when.insert(1 if validation.at_start else 0, f"every {validation.every} optimizer steps")
+    how = "greedy" if validation.temperature == 0 else f"temperature {validation.temperature:g}"
+    draws = f" x {validation.samples_per_prompt}" if validation.samples_per_prompt > 1 else ""
+    source = _source(validation.data)
+    return f"{validation.num_prompts} prompts{draws} of {source}, {how}, {', '.join(when)}"

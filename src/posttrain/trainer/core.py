@@ -1,0 +1,161 @@
+"""The trainer: accumulate, normalise once, check, clip, step. It knows no algorithm."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from posttrain.algorithm.primitives.objective import OBJECTIVE_WEIGHT_SUM, Objective, Reduction
+from posttrain.config.run import OptimizerConfig
+from posttrain.data.packer import PolicyBatch, TrainSample, pack, samples_of
+from posttrain.errors import TrainingError
+from posttrain.model.policy import CausalPolicy
+from posttrain.records import Mean, Metric, StepResult, Sum, TrainGroup, merge_metrics
+from posttrain.trainer.optim import build_optimizer, select_trainable
+from posttrain.trainer.recorder import ScoreRecorder
+
+FORWARD_NOISE_NATS = 0.05
+"""Largest difference, on any token, between two forwards of the same weights that a cached old policy tolerates."""
+
+
+class Trainer:
+    """Runs `n_mini` optimizer windows over one collected batch."""
+
+    def __init__(
+        self, config: OptimizerConfig, *, policy: CausalPolicy, objective: Objective, mini_batch: int, micro_batch: int
+    ) -> None:
+        self._config = config
+        self._policy = policy
+        self._objective = objective
+        self._mini_batch, self._micro_batch = mini_batch, micro_batch
+        self._parameters = select_trainable(policy.module, config.train_keys)
+        self._optimizer = build_optimizer(config, self._parameters)
+        self._probed = False
+        self.model_step = 0
+        """Committed optimizer steps."""
+
+    def train_step(self, groups: Sequence[TrainGroup]) -> StepResult:
+        """Train on one collected batch.
+
+        Windows are committed one by one; a rejected window commits nothing and ends the batch.
+
+        Raises:
+            TrainingError: the objective broke its contract, or the forward is too noisy for a cached old policy.
+        """
+        samples = samples_of(groups)
+        if len(samples) % self._mini_batch:
+            raise TrainingError(f"a batch of {len(samples)} completions does not split into mini-batches of {self._mini_batch}")
+        self._policy.module.train()
+        windows = [
+            [self._packed(samples[i : i + self._micro_batch]) for i in range(start, start + self._mini_batch, self._micro_batch)]
+            for start in range(0, len(samples), self._mini_batch)
+        ]
+        if self._objective.old_logp_cache:
+            windows = self._with_old_policy(windows)
+        metrics: dict[str, Metric] = {}
+        logprobs: dict[tuple[str, int], tuple[float, ...]] = {}
+        applied, rejection = 0, None
+        for window in windows:
+            rejection = self._window(window, metrics, logprobs)
+            if rejection:
+                break
+            applied += 1
+        metrics["optim/applied_steps"] = Sum(applied)
+        metrics["optim/lr"] = Mean(self._config.lr, 1)
+        metrics["optim/finite_gradient_check_enabled"] = Mean(float(self._config.force_finite_grads), 1)
+        return StepResult(self.model_step, applied, rejection, metrics, logprobs)
+
+    def _packed(self, samples: Sequence[TrainSample]) -> PolicyBatch:
+        return pack(samples, pad_id=self._policy.pad_id).to(self._policy.device)
+
+    def _window(
+        self,
+        window: Sequence[PolicyBatch],
+        metrics: dict[str, Metric],
+        logprobs: dict[tuple[str, int], tuple[float, ...]],
+    ) -> str | None:
+        """One optimizer step; returns why it was rejected, or None when it was applied."""
+        recorder = ScoreRecorder(self._policy)
+        weight_sum = 0.0
+        local: dict[str, Metric] = {}
+        rejection: str | None = None
+        for number, batch in enumerate(window):
+            loss, reported = self._objective.fn(recorder, batch)
+            if not math.isfinite(float(loss.detach())):
+                rejection = f"the loss of micro-batch {number} is {float(loss.detach())}"
+                break
+            weight = self._weight(reported)
+            weight_sum += weight
+            scale = weight if self._objective.reduction is Reduction.TOKEN_SUM else 1.0 / len(window)
+            (loss * scale).backward()
+            merge_metrics(local, self._objective.metric_adapter(reported))
+            logprobs.update(recorder.by_sequence(batch))
+        if rejection is None and self._objective.reduction is Reduction.TOKEN_SUM:
+            rejection = self._normalise(weight_sum)
+        if rejection is None:
+            rejection = self._apply(local)
+        self._optimizer.zero_grad(set_to_none=True)
+        merge_metrics(metrics, local)
+        return rejection
+
+    def _weight(self, reported: dict[str, Metric]) -> float:
+        if self._objective.reduction is Reduction.MEAN:
+            return 1.0
+        weight = reported.get(OBJECTIVE_WEIGHT_SUM)
+        if not isinstance(weight, Sum) or not math.isfinite(weight.total) or weight.total < 0:
+            raise TrainingError(
+                f"an objective with Reduction.TOKEN_SUM must report metric {OBJECTIVE_WEIGHT_SUM!r} as a finite, non-negative Sum; got {weight!r}"
+            )
+        return weight.total
+
+    def _normalise(self, weight_sum: float) -> str | None:
+        """Turn accumulated numerator gradients into the gradient of numerator / weight: the only place the divisor enters."""
+        if weight_sum == 0:
+            return "no token of the window contributes to the loss"
+        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        torch._foreach_mul_(gradients, 1.0 / weight_sum)
+        return None
+
+    def _apply(self, local: dict[str, Metric]) -> str | None:
+        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients) if gradients else torch.zeros(())
+        local["optim/grad_norm"] = Mean(float(norm), 1)
+        if self._config.force_finite_grads and not math.isfinite(float(norm)):
+            return f"the gradient norm is {float(norm)}"
+        if self._config.grad_clip_norm > 0:
+            torch.nn.utils.clip_grads_with_norm_(self._parameters, self._config.grad_clip_norm, norm)
+        self._optimizer.step()
+        self.model_step += 1
+        return None
+
+    @torch.no_grad()
+    def _with_old_policy(self, windows: list[list[PolicyBatch]]) -> list[list[PolicyBatch]]:
+        """Freeze the old policy's log-probabilities of the whole batch before the first step moves the weights."""
+        recorder = ScoreRecorder(self._policy)
+
+        def scored(batch: PolicyBatch) -> torch.Tensor:
+            self._objective.fn(recorder, batch)
+            if recorder.logprobs is None:
+                raise TrainingError("an objective with old_logp_cache must score its batch through the model it is given")
+            return recorder.logprobs
+
+        frozen = [[batch.with_old_logprobs(scored(batch)) for batch in window] for window in windows]
+        if not self._probed:
+            self._probe_noise(frozen[0][0], scored)
+            self._probed = True
+        return frozen
+
+    def _probe_noise(self, batch: PolicyBatch, scored: object) -> None:
+        """Measure, once, whether evaluation and training forwards agree, as `certified_deterministic_forward` attests."""
+        assert callable(scored) and batch.old_logprobs is not None
+        self._policy.module.eval()
+        again = scored(batch)
+        self._policy.module.train()
+        gap = float((again - batch.old_logprobs).abs().max()) if again.numel() else 0.0
+        if not gap <= FORWARD_NOISE_NATS:
+            raise TrainingError(
+                f"rl.certified_deterministic_forward=true, but evaluation and training forwards of the same weights differ by {gap:.3g} "
+                f"nats (tolerance {FORWARD_NOISE_NATS}); disable dropout or set rl.mini_batch_per_replica=0"
+            )
