@@ -63,6 +63,11 @@ def test_the_page_opens_offline_and_renders(report: Path, tmp_path: Path) -> Non
     dom, table = visit(report, tmp_path)
     assert "grpo" in dom and "held-out accuracy" in dom
     assert dom.count("<svg") > 20
+    assert (
+        "<dd>token-mean</dd>" in dom
+        and "[object" not in dom.split('<script type="application/json"')[0]
+        and "NaN" not in dom.split("<script")[0]
+    )
     assert (table["total"], table["shown"], table["samples"]) == ("240", "160", "1280")  # held-out rows wait behind the step selector
     assert 0 < rows(dom) == int(table["rendered"]) < 160, "rows are rendered as they are scrolled to"
     assert float(table["filter-ms"]) < 250

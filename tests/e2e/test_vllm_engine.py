@@ -89,7 +89,7 @@ def expected_logprobs(model: Any, asked: RolloutRequest, completion: Completion)
     expected = []
     for position, token in enumerate(completion.token_ids):
         context = prompt + list(completion.token_ids[:position])
-        with torch.inference_mode():
+        with torch.no_grad():
             logits = model(torch.tensor([context])).logits[0, -1].double()
         for seen in set(context):
             logits[seen] = logits[seen] / sampling.repetition_penalty if logits[seen] > 0 else logits[seen] * sampling.repetition_penalty

@@ -57,7 +57,7 @@ def test_a_separate_process_serves_what_is_published_dies_loudly_and_leaves_noth
         ]
 
         os.kill(pids[0], signal.SIGKILL)
-        with pytest.raises(RolloutError, match="the vLLM engine failed while sampling: EngineDeadError.*start a new engine"):
+        with pytest.raises(RolloutError, match=r"the vLLM engine failed while sampling: EngineDeadError.*start a new engine"):
             served.generate([request(IDS)])
         assert served.weight_version is None
         with pytest.raises(WeightSyncError, match="cannot be used for"):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import MISSING as NO_DEFAULT
 from dataclasses import Field, field, fields, is_dataclass
@@ -68,10 +69,10 @@ def nearest(name: str, known: Sequence[str]) -> str:
 
 
 _COMPARE = {
-    "ge": (lambda value, bound: value >= bound, ">="),
-    "gt": (lambda value, bound: value > bound, ">"),
-    "le": (lambda value, bound: value <= bound, "<="),
-    "lt": (lambda value, bound: value < bound, "<"),
+    "ge": (operator.ge, ">="),
+    "gt": (operator.gt, ">"),
+    "le": (operator.le, "<="),
+    "lt": (operator.lt, "<"),
 }
 
 

@@ -92,7 +92,9 @@ def _unknown(key: str, value: object, *, composed: DictConfig, groups: Iterable[
     if not parent:
         known = sorted({spec.name for spec in fields(RootConfig)} | set(groups))
         return Violation(key, value, "is neither a key nor a group", nearest(name, known))
-    known = [spec.name for spec in fields(owner)] if is_dataclass(owner) else []
+    if not is_dataclass(owner):
+        return Violation(key, value, "is not there yet", f"add it: +{key}={value}")
+    known = [spec.name for spec in fields(owner)]
     elsewhere = _other_option(parent, name)
     return Violation(key, value, f"is not a key of {_name(owner)}", elsewhere or nearest(name, known))
 
@@ -140,7 +142,7 @@ def _repair(value: object, expected: Any, key: str) -> str:
     return f"give {text}"
 
 
-def _leaf(value: object, rest: str) -> object:
+def _leaf(value: Any, rest: str) -> Any:
     """The part of a mapping override that a full key points at."""
     for part in rest.strip(".").split("."):
         value = value[part] if isinstance(value, dict) and part in value else value

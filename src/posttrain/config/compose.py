@@ -40,7 +40,7 @@ def compose_checked(
     groups = {name for name in loader.list_groups("") if name not in ("schema", "hydra")}
     for override in values:
         try:
-            ConfigLoaderImpl._apply_overrides_to_config([override], composed)
+            ConfigLoaderImpl._apply_overrides_to_config([override], composed)  # pyright: ignore[reportPrivateUsage]
         except Exception as error:  # Hydra and OmegaConf raise a dozen types here
             found.append(refused_value(override, error, composed=composed, groups=groups))
     with open_dict(composed):
@@ -87,7 +87,7 @@ def _loader(config_dir: str | None) -> ConfigLoaderImpl:
 def _divided(loader: ConfigLoaderImpl, config_name: str, parsed: Sequence[Override]) -> tuple[list[Override], list[Override]]:
     """Overrides that choose files (and Hydra's own), and overrides that set values."""
     lines = [str(override.input_line) for override in parsed if override.is_hydra_override()]
-    _, repository = loader._parse_overrides_and_create_caching_repo(config_name, lines)
+    _, repository = loader._parse_overrides_and_create_caching_repo(config_name, lines)  # pyright: ignore[reportPrivateUsage]
     choices: list[Override] = []
     values: list[Override] = []
     for override in parsed:

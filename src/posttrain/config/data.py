@@ -38,7 +38,7 @@ class ReasoningGymConfig:
     """Name of a reasoning-gym data set, e.g. chain_sum; empty is unset."""
     size: int = bounded(1000, ge=1)
     """Tasks in the corpus."""
-    config: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict[str, Any])
     """The data set's own parameters."""
     instruction: str = ""
     """Text put in front of every question."""

@@ -78,7 +78,7 @@ class GRPOConfig(HFRunConfig):
     kl_beta: float = pending(0.0)
     """Weight of the KL penalty against the frozen reference."""
     kl_coeff_clamp: float | None = pending(None)
-    ref: GRPORefConfig = field(default_factory=GRPORefConfig)
+    ref: GRPORefConfig = field(default_factory=GRPORefConfig)  # pyright: ignore[reportIncompatibleVariableOverride]
     unbiased_advantage: bool = False
     """False divides by the group's standard deviation; true only subtracts the mean."""
     use_rollout_logprobs_for_loss: bool = pending(False)

@@ -70,7 +70,7 @@ class NativePolicyBuildSpec(ModelConfig):
     """Dotted path of a module-level function `(model_config: dict, *, dtype: str) -> BuiltModel`."""
     model_id: str = MISSING
     """The identity shared by trainer, rollout and tokenizer."""
-    model_config: dict[str, Any] = field(default_factory=dict)
+    model_config: dict[str, Any] = field(default_factory=dict[str, Any])
     """Opaque to everyone but the builder; any key is allowed."""
     dtype: str = choice(*DTYPES)
     """Parameter dtype unless the precision block of `rl` says otherwise."""

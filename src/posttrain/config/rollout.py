@@ -62,7 +62,7 @@ class VLLMRolloutConfig(RolloutConfig):
     """Tokens per KV block; null takes 32 on the CPU (so that short shared prompts hit the prefix cache), else vLLM's own."""
     async_scheduling: bool | None = None
     """Overlap scheduling of the next engine step with the current one; null leaves vLLM's default."""
-    compilation_config: dict[str, Any] = field(default_factory=dict)
+    compilation_config: dict[str, Any] = field(default_factory=dict[str, Any])
     """vLLM's CompilationConfig as a mapping; needs `enforce_eager=false`. Empty is unset."""
     limit_mm_per_prompt: Any = None
     """Items per request by modality, e.g. {image: 4}; null leaves the engine's default, 0 disables a modality. (Declared as
@@ -81,7 +81,7 @@ class VLLMRolloutConfig(RolloutConfig):
         yield from self._modality_violations(f"{path}.limit_mm_per_prompt")
 
     def _modality_violations(self, key: str) -> Iterator[Violation]:
-        limits = self.limit_mm_per_prompt
+        limits: dict[Any, Any] | None = self.limit_mm_per_prompt
         if limits is None:
             return
         if not isinstance(limits, dict) or not limits:

@@ -110,6 +110,7 @@ def _validation_violations(rl: GRPOConfig) -> Iterator[Violation]:
             yield Violation(f"{path}.every", validation.every, f"is never read while {path}.num_prompts=0", f"set {path}.num_prompts")
         return
     yield from _data_violations(f"{path}.data", validation.data)
+    yield from _leak_violations(rl)
     if 0 < validation.temperature < 0.01:
         yield Violation(f"{path}.temperature", validation.temperature, "must be 0 (greedy) or at least 0.01", "set it to 0")
     if validation.temperature == 0:
@@ -126,3 +127,26 @@ def _validation_violations(rl: GRPOConfig) -> Iterator[Violation]:
             "asks for held-out prompts that at_start=false, at_end=false and every=0 never use",
             f"set {path}.num_prompts=0 or a cadence",
         )
+
+
+def _leak_violations(rl: GRPOConfig) -> Iterator[Violation]:
+    """Held-out prompts must come from the user's own task, and training must not see them."""
+    train, held_out, path = rl.data, rl.validation.data, "rl.validation.data"
+    if held_out.kind == "arithmetic" and train.kind != "arithmetic":
+        yield Violation(
+            f"{path}.path",
+            "",
+            f"names no source while rl.data is {train.kind}",
+            f"set {path}.* like rl.data.*, or rl.validation.num_prompts=0",
+        )
+    if held_out.kind == train.kind == "arithmetic":
+        fraction, trained = held_out.arithmetic.held_out_fraction, train.arithmetic.held_out_fraction
+        if train.split == held_out.split:
+            yield Violation(f"{path}.split", held_out.split, "is the split that training reads", f"set {path}.split=held_out")
+        elif trained != fraction:
+            yield Violation(
+                f"{path}.arithmetic.held_out_fraction",
+                fraction,
+                f"must equal rl.data.arithmetic.held_out_fraction={trained}, or training sees held-out problems",
+                "set both alike",
+            )

@@ -32,7 +32,7 @@ class OptimizerConfig:
     """Clip the global gradient norm to this before an applied update; 0 does not clip."""
     force_finite_grads: bool = True
     """Reject the whole window when a gradient is not finite. A non-finite loss always rejects it."""
-    train_keys: list[str] = field(default_factory=list)
+    train_keys: list[str] = field(default_factory=list[str])
     """Train only parameters whose name contains one of these; empty trains all. Nothing matching is an error."""
     lr_schedule: str = choice("constant", "linear", "cosine", pending=True)
     warmup_steps: int = pending(0)
@@ -190,4 +190,4 @@ def resolved_dtype(value: Any) -> Any:
     """The torch dtype of one of the dtype names used in the config (torch is imported here only)."""
     import torch
 
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[value]
+    return {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[value]

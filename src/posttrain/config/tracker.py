@@ -15,7 +15,7 @@ class WandbConfig:
     """`offline` writes a local copy that `wandb sync` uploads later."""
     project: str = "posttrain"
     entity: str | None = None
-    tags: list[str] = field(default_factory=list)
+    tags: list[str] = field(default_factory=list[str])
 
 
 @dataclass

@@ -128,7 +128,7 @@ class _Child:
         stdin, deadline = self.process.stdin.fileno(), time.perf_counter() + timeout_s
         message = memoryview(struct.pack("<Q", len(payload)) + payload)
         while message:
-            if not select.select([], [stdin], [], max(0.0, deadline - time.perf_counter()))[1]:
+            if not _ready(stdin, select.POLLOUT, deadline - time.perf_counter()):
                 raise TimeoutError
             message = message[os.write(stdin, message) :]
         return self.read(deadline - time.perf_counter())
@@ -138,8 +138,7 @@ class _Child:
         assert self.process.stdout is not None
         stdout, deadline = self.process.stdout.fileno(), time.perf_counter() + timeout_s
         while b"\n" not in self._pending:
-            left = deadline - time.perf_counter()
-            if left <= 0 or not select.select([stdout], [], [], left)[0]:
+            if not _ready(stdout, select.POLLIN, deadline - time.perf_counter()):
                 raise TimeoutError
             chunk = os.read(stdout, 65536)
             if not chunk:
@@ -155,10 +154,17 @@ class _Child:
     def kill(self) -> int | None:
         # A child that has closed its output is ending: its own exit code says why, the signal below would hide it.
         with contextlib.suppress(subprocess.TimeoutExpired):
-            if self.process.stdout is not None and select.select([self.process.stdout], [], [], 0)[0]:
+            if self.process.stdout is not None and _ready(self.process.stdout.fileno(), select.POLLIN, 0.0):
                 self.process.wait(timeout=1.0)
         self._release()
         return self.process.returncode
+
+
+def _ready(descriptor: int, event: int, timeout_s: float) -> bool:
+    """Whether the pipe can be used, or is broken, within the time."""
+    poll = select.poll()  # select() refuses descriptors above 1023, which a process with many sockets reaches
+    poll.register(descriptor, event)
+    return bool(poll.poll(max(0.0, timeout_s) * 1000.0))
 
 
 def _end(process: subprocess.Popen[bytes], stderr: IO[bytes]) -> None:

@@ -27,36 +27,36 @@ def readable_weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor
 
     fused: dict[str, list[str]] = dict(getattr(model, "packed_modules_mapping", None) or {})
     budget = READBACK_FLOP
-    modules: Iterator[tuple[str, Any]] = model.named_modules()
-    for prefix, module in modules:
+    for prefix, module in model.named_modules():
+        layer: Any = module  # vLLM's classes, whose attributes torch does not know
         if isinstance(module, VocabParallelEmbedding):
-            if module.tp_size > 1:
+            if layer.tp_size > 1:
                 continue
-            weight = module.weight
+            weight = layer.weight
             # A head computes with its packed copy, so that copy is what must be shown; an embedding only looks rows up.
-            if isinstance(module, ParallelLMHead) and _is_packed(module):
+            if isinstance(module, ParallelLMHead) and _is_packed(layer):
                 cost = 2.0 * weight.shape[0] * weight.shape[1] ** 2
                 if cost > budget:
                     continue
                 budget -= cost
-                weight = _through_kernel(module, columns=weight.shape[1], rows=weight.shape[0], dtype=weight.dtype)
-            yield f"{prefix}.weight", weight[: module.org_vocab_size]
+                weight = _through_kernel(layer, columns=weight.shape[1], rows=weight.shape[0], dtype=weight.dtype)
+            yield f"{prefix}.weight", weight[: layer.org_vocab_size]
         elif isinstance(module, LinearBase):
-            if module.tp_size > 1:
+            if layer.tp_size > 1:
                 continue
-            weight = module.weight
+            weight = layer.weight
             if weight.numel() == 0:
-                rows, columns = int(module.output_size), int(module.input_size)
+                rows, columns = int(layer.output_size), int(layer.input_size)
                 cost = 2.0 * rows * columns**2
-                if not _is_packed(module) or cost > budget:
+                if not _is_packed(layer) or cost > budget:
                     continue
                 budget -= cost
-                weight = _through_kernel(module, columns=columns, rows=rows, dtype=weight.dtype)
-            yield from _parts(prefix, "weight", weight, module, fused)
-            if module.bias is not None:
-                yield from _parts(prefix, "bias", module.bias, module, fused)
+                weight = _through_kernel(layer, columns=columns, rows=rows, dtype=weight.dtype)
+            yield from _parts(prefix, "weight", weight, layer, fused)
+            if layer.bias is not None:
+                yield from _parts(prefix, "bias", layer.bias, layer, fused)
         else:
-            for name, parameter in module.named_parameters(recurse=False):
+            for name, parameter in layer.named_parameters(recurse=False):
                 yield f"{prefix}.{name}" if prefix else name, parameter
 
 

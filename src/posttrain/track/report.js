@@ -4,14 +4,15 @@
 const DATA = JSON.parse(document.getElementById("run-data").textContent);
 const $ = (id) => document.getElementById(id);
 const PHASE_COLORS = ["var(--p0)", "var(--p1)", "var(--p2)", "var(--p3)", "var(--p4)", "var(--p5)", "var(--p6)"];
-const AREAS = [["reward", "Reward"], ["train", "Training"], ["optim", "Optimizer"], ["rollout", "Rollout"], ["val", "Held-out"], ["data", "Data"], ["sync", "Weight sync"], ["memory", "Memory"]];
+const AREAS = [["reward", "Reward"], ["train", "Training"], ["optim", "Optimizer"], ["val", "Held-out"], ["", "Data and system"]];
+const SYSTEM = ["rollout", "time", "sync", "data", "memory"];  // a few charts each: shown together under their full names
 
 function drawHeader() {
   const run = DATA.run, last = DATA.steps[DATA.steps.length - 1];
   const accuracies = DATA.validations.map((item) => item.metrics["val/accuracy"]).filter(isNumber);
   const smoothed = smooth(DATA.series["reward/mean"] || []).filter(isNumber);
   const [label, values] = accuracies.length ? ["held-out accuracy", accuracies] : ["mean reward, smoothed", smoothed];
-  const first = values[0], final = values[values.length - 1], delta = final - first;
+  const first = values[0], final = values[values.length - 1], delta = Number((final || 0).toFixed(2)) - Number((first || 0).toFixed(2));  // of what is shown, so the line adds up
   const headline = values.length ? h("div", { class: "headline" }, h("div", { class: "label" }, label),
     h("div", { class: "value" }, values.length > 1 ? h("span", { class: "from" }, `${fmt2(first)} → `) : null, fmt2(final),
       values.length > 1 ? h("span", { class: "delta " + (delta > 0.005 ? "up" : delta < -0.005 ? "down" : "muted") }, signed(delta)) : null)) : null;
@@ -69,7 +70,7 @@ function drawMetrics() {
   for (const key of Object.keys(DATA.series)) {
     const area = key.split("/")[0];
     if (area === "time" && key !== "time/step_s") continue;  // shown above as bars
-    const group = area === "time" ? "rollout" : area;
+    const group = SYSTEM.includes(area) ? "" : area;
     if (!areas.has(group)) areas.set(group, []);
     areas.get(group).push(key);
   }
@@ -78,14 +79,14 @@ function drawMetrics() {
     // the held-out curve of the first chart also holds evaluations made between two step lines
     const shown = keys.filter((key) => key !== "reward/mean" && key !== "val/accuracy");
     if (!shown.length) continue;
-    $("metrics").append(h("h3", {}, area === "rollout" ? "Throughput" : titles.get(area) || area), h("div", { class: "minis" }, shown.map((key) => {
+    $("metrics").append(h("h3", {}, titles.get(area) || area), h("div", { class: "minis" }, shown.map((key) => {
       const ys = DATA.series[key], known = ys.filter(isNumber), [unit, meaning, better] = DATA.docs[key] || ["", "", "none"];
       const explain = (event) => showTip(event, h("b", {}, key), meaning ? `\n${meaning}` : "", arrows[better] ? `\n${arrows[better]}` : "");
       const many = known.length >= 30;
       const lines = [{ name: key.split("/").slice(1).join("/"), xs: DATA.steps, ys, color: "var(--accent)", width: many ? 1 : 1.6, opacity: many ? 0.4 : 1 }];
       if (many) lines.push({ name: "smoothed", xs: DATA.steps, ys: smooth(ys), color: "var(--accent)", width: 1.8 });
       return h("div", { class: "card mini" },
-        h("div", { class: "head" }, h("span", { class: "name", tabindex: "0", onpointermove: explain, onpointerleave: hideTip, "aria-label": `${key}: ${meaning}` }, key.split("/").slice(1).join("/")),
+        h("div", { class: "head" }, h("span", { class: "name", tabindex: "0", onpointermove: explain, onpointerleave: hideTip, "aria-label": `${key}: ${meaning}` }, area ? key.split("/").slice(1).join("/") : key),
           h("span", { class: "last" }, fmt(known[known.length - 1]), unit && !["fraction", "ratio", "reward", "0/1"].includes(unit) ? h("span", { class: "unit" }, unit) : null)),
         known.length ? lineChart({ lines, height: 112, compact: true, label: `${key} by step`, xRange, xName: "" }) : h("p", { class: "muted" }, "never finite"));
     })));

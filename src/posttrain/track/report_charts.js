@@ -10,7 +10,7 @@ function fill(node, attributes, children) {
     else if (key === "style") node.style.cssText = value;
     else node.setAttribute(key, value === true ? "" : String(value));
   }
-  for (const child of children.flat()) {
+  for (const child of children.flat(Infinity)) {
     if (child === null || child === undefined || child === false) continue;
     node.append(child instanceof Node ? child : document.createTextNode(String(child)));
   }
@@ -121,7 +121,7 @@ function showTip(event, ...content) {
   tip.style.top = Math.max(8, top) + "px";
 }
 const hideTip = () => { tip.hidden = true; };
-const tipRow = (name, value) => h("div", { class: "row" }, h("span", {}, name), h("b", {}, value));
+const tipRow = (name, value) => h("div", { class: "tip-row" }, h("span", {}, name), h("b", {}, value));
 
 // ------------------------------------------------------------------------------------------------------------------ charts
 

@@ -42,7 +42,7 @@ function groupsTable(box, allGroups) {
   const stepOptions = [["all", "All rollouts"]];
   if (train.length) stepOptions.push(["Training", [["train", "All training steps"], ...train.map((n) => ["train:" + n, `Step ${n}`])]]);
   if (held.length) stepOptions.push(["Held-out", [["val", "All evaluations"], ...held.map((n) => ["val:" + n, `At model step ${n}`])]]);
-  const search = h("input", { type: "search", placeholder: "Search prompts and completions", "aria-label": "Search prompts and completions", oninput: () => { state.q = search.value; later(); } });
+  const search = h("input", { type: "search", placeholder: "Search text", "aria-label": "Search prompts and completions", oninput: () => { state.q = search.value; later(); } });
   const minimum = h("input", { type: "number", step: "any", placeholder: "Min reward", "aria-label": "Minimum mean reward", title: "Minimum mean reward", oninput: () => { state.min = minimum.value; later(); } });
   search.value = state.q; minimum.value = state.min;
   const controls = { step: select("step", "Step", stepOptions),
@@ -172,6 +172,7 @@ function groupsTable(box, allGroups) {
     const begun = performance.now(), sign = state.dir === "desc" ? -1 : 1, key = state.sort;
     found = groups.filter(matches);
     found.sort((a, b) => sign * (a[key] < b[key] ? -1 : a[key] > b[key] ? 1 : 0) || a.step - b.step || a.index - b.index);
+    const sorted = performance.now();
     body.replaceChildren(); openNodes.clear(); rendered = 0; rows.scrollTop = 0;
     more();
     if (!found.length) body.append(h("div", { class: "empty" }, groups.length ? "No group matches these filters." : "This run recorded no samples."));
@@ -182,7 +183,7 @@ function groupsTable(box, allGroups) {
     }
     const samples = found.reduce((sum, group) => sum + group.completions.length, 0);
     count.textContent = `${found.length} of ${groups.length} groups, ${samples} completions`;
-    Object.assign(box.dataset, { total: groups.length, shown: found.length, samples, filterMs: (performance.now() - begun).toFixed(2) });
+    Object.assign(box.dataset, { total: groups.length, shown: found.length, samples, filterMs: (sorted - begun).toFixed(2), drawMs: (performance.now() - sorted).toFixed(2) });
     remember();
   }
   function more() {

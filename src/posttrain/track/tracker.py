@@ -107,7 +107,8 @@ class Tracker:
         self._finished = True
         summary = dict(summary or {})
         # phases after the last step (a final evaluation) belong to no metrics line
-        self.event("run_finished", status=status, step=self._step, phases=self._clock.take(), summary=summary)
+        phases = {phase: round(seconds, 6) for phase, seconds in self._clock.take().items()}
+        self.event("run_finished", status=status, step=self._step, phases=phases, summary=summary)
         if len(self._held_out) > 1:
             first, last = (record.metrics.get(HELD_OUT) for record in (self._held_out[0], self._held_out[-1]))
             self.announce(f"held-out accuracy {fixed(first)} -> {fixed(last)} (seed {self._header.seed})")

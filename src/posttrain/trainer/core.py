@@ -31,7 +31,7 @@ class Trainer:
         self._objective = objective
         self._mini_batch, self._micro_batch = mini_batch, micro_batch
         self._parameters = select_trainable(policy.module, config.train_keys)
-        self._optimizer = build_optimizer(config, self._parameters)
+        self.optimizer = build_optimizer(config, self._parameters)
         self._probed = False
         self.model_step = 0
         """Committed optimizer steps."""
@@ -96,7 +96,7 @@ class Trainer:
             rejection = self._normalise(weight_sum)
         if rejection is None:
             rejection = self._apply(local)
-        self._optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad(set_to_none=True)
         merge_metrics(metrics, local)
         return rejection
 
@@ -126,7 +126,7 @@ class Trainer:
             return f"the gradient norm is {float(norm)}"
         if self._config.grad_clip_norm > 0:
             torch.nn.utils.clip_grads_with_norm_(self._parameters, self._config.grad_clip_norm, norm)
-        self._optimizer.step()
+        self.optimizer.step()
         self.model_step += 1
         return None
 

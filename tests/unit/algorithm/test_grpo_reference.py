@@ -253,7 +253,9 @@ def test_masked_tokens_have_no_influence():
     changed = replace(
         batch,
         logits=[
-            torch.where(torch.tensor(mask, dtype=torch.bool)[:, None], rows.detach(), rows.detach() + 100.0 * torch.arange(VOCAB)).requires_grad_()
+            torch.where(
+                torch.tensor(mask, dtype=torch.bool)[:, None], rows.detach(), rows.detach() + 100.0 * torch.arange(VOCAB)
+            ).requires_grad_()
             for mask, rows in zip(batch.masks, batch.logits, strict=True)
         ],
         labels=[[label if m else 0 for label, m in zip(*pair, strict=True)] for pair in zip(batch.labels, batch.masks, strict=True)],

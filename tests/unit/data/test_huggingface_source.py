@@ -103,14 +103,17 @@ def test_split_that_is_not_there(tmp_path):
     with pytest.raises(DataError, match=r"data.split='train': no file of .* belongs to it; .* files found: test.parquet"):
         parquet_files(tmp_path, split="train")
     (tmp_path / "test.parquet").unlink()
-    with pytest.raises(DataError, match="holds no .parquet files"):
+    with pytest.raises(DataError, match=r"holds no \.parquet files"):
         parquet_files(tmp_path, split="train")
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"prompt_column": "problem"}, "split 'train', row 0: has no prompt column 'problem'; its columns are 'question', 'answer', 'level'"),
+        (
+            {"prompt_column": "problem"},
+            "split 'train', row 0: has no prompt column 'problem'; its columns are 'question', 'answer', 'level'",
+        ),
         ({"prompt_column": "level"}, "row 0: column 'level' must hold a text or a list of chat turns, got int"),
         ({"items_fn": "row_maps_under_test.returns_a_list"}, "row 0: data.items_fn must return a dict, got list"),
         ({"items_fn": "row_maps_under_test.raises"}, "row 0: data.items_fn raised KeyError: 'absent'"),

@@ -87,7 +87,7 @@ def test_many_problems_are_listed_and_counted(write):
 @pytest.mark.parametrize("content", ["", "\n  \n"])
 def test_file_without_rows(write, content):
     path = write(content)
-    with pytest.raises(DataError, match="tasks.jsonl: holds no rows"):
+    with pytest.raises(DataError, match=r"tasks\.jsonl: holds no rows"):
         JsonlCorpus(path, prompt_column="q")
     assert list(scan_jsonl(path, prompt_column="q")) == [LineProblem(0, "holds no rows; write one JSON object per line")]
 

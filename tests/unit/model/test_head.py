@@ -50,9 +50,7 @@ def relative(actual, expected):
 def test_matches_log_softmax_in_float64(bias, softcap, temperature, logit_scale, tokens, vocab):
     hidden, weight, offset, labels, upstream = operands(bias=bias)
     how = {"bias": offset, "temperature": temperature, "logit_scale": logit_scale, "softcap": softcap}
-    logprobs, entropy = chunked_token_logprobs(
-        hidden, weight, labels, **how, dtype=torch.float64, chunk_tokens=tokens, chunk_vocab=vocab
-    )
+    logprobs, entropy = chunked_token_logprobs(hidden, weight, labels, **how, dtype=torch.float64, chunk_tokens=tokens, chunk_vocab=vocab)
     expected, expected_entropy = naive(hidden, weight, labels, **how)
     assert logprobs.dtype == torch.float64
     assert entropy.dtype == torch.float32
@@ -185,7 +183,9 @@ def test_a_nonfinite_incoming_gradient_is_not_skipped():
 def test_frozen_operands_get_no_gradient(frozen):
     hidden, weight, bias, labels, upstream = operands()
     expected = dict(
-        zip(("hidden", "weight", "bias"), grads_of(naive(hidden, weight, labels, bias=bias)[0], upstream, hidden, weight, bias), strict=True)
+        zip(
+            ("hidden", "weight", "bias"), grads_of(naive(hidden, weight, labels, bias=bias)[0], upstream, hidden, weight, bias), strict=True
+        )
     )
     leaves = {"hidden": hidden, "weight": weight, "bias": bias}
     leaves[frozen].requires_grad_(False)

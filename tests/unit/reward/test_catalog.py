@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import types
+from types import MappingProxyType
 
 import pytest
 
@@ -18,7 +19,7 @@ class Brevity:
 
     name = "brevity"
     needs = frozenset({"prompt", "level"})
-    identity = {"revision": 1}
+    identity = MappingProxyType({"revision": 1})
     closed = 0
 
     def score(self, group):
@@ -81,7 +82,9 @@ def test_custom_needs_are_read_from_the_provider_which_is_closed_again():
 
 
 def test_unknown_reward_names_the_nearest_and_the_known():
-    with pytest.raises(ConfigError, match=r"rl.reward='arithmetik': is not in the reward catalog \(known: arithmetic, exact, .*'arithmetic'\?"):
+    with pytest.raises(
+        ConfigError, match=r"rl.reward='arithmetik': is not in the reward catalog \(known: arithmetic, exact, .*'arithmetic'\?"
+    ):
         build_provider("arithmetik", timeout_s=1.0)
     with pytest.raises(ConfigError, match="did you mean 'brevity'"):
         describe("brevty", catalog_path=path("good"))
@@ -137,5 +140,5 @@ def test_dotted_path_tells_a_broken_module_from_a_missing_one(tmp_path, monkeypa
     (tmp_path / "broken_here.py").write_text("1 / 0\n")
     with pytest.raises(ConfigError, match="importing 'needs_more_here' failed: No module named 'no_such_library_at_all'; install"):
         import_dotted("needs_more_here.thing")
-    with pytest.raises(ConfigError, match="importing 'broken_here' failed: ZeroDivisionError: .*; fix the module"):
+    with pytest.raises(ConfigError, match=r"importing 'broken_here' failed: ZeroDivisionError: .*; fix the module"):
         import_dotted("broken_here.thing")

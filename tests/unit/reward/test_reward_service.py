@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
+from types import MappingProxyType
 
 import pytest
 
@@ -19,7 +20,7 @@ class Scripted:
 
     name = "scripted"
     needs = frozenset()
-    identity = {"revision": 1}
+    identity = MappingProxyType({"revision": 1})
 
     def __init__(self, answer):
         self.answer = answer
@@ -92,7 +93,7 @@ def test_reward_errors_of_a_scorer_stop_the_run(group):
     def scorer(candidate):
         raise RewardError("the worker cannot start")
 
-    with pytest.raises(RewardError, match="^the worker cannot start$"):
+    with pytest.raises(RewardError, match=r"^the worker cannot start$"):
         service(scorer).score([group("a")])
 
 
@@ -116,7 +117,8 @@ def test_hung_scorer_is_named_and_not_waited_for(group):
 
     started = time.perf_counter()
     with pytest.raises(
-        RewardError, match=r"reward 'mine', prompt 'p9@2', sample 1: still running after 0\.\ds, the deadline is 0.2s .*raise rl.reward_timeout_s"
+        RewardError,
+        match=r"reward 'mine', prompt 'p9@2', sample 1: still running after 0\.\ds, the deadline is 0.2s .*raise rl.reward_timeout_s",
     ):
         service(scorer, timeout_s=0.2).score([group("fine", "hang", "fine", prompt_id="p9@2")])
     assert time.perf_counter() - started < 5.0
@@ -144,7 +146,9 @@ def test_hung_group_native_provider_is_named(group):
             release.wait(60)
             return []
 
-    with pytest.raises(RewardError, match=r"reward 'scripted', prompt 'p1@0', one of samples 0..1: .*deadline is 0.2s \(rl.reward_timeout_s=0.1\)"):
+    with pytest.raises(
+        RewardError, match=r"reward 'scripted', prompt 'p1@0', one of samples 0..1: .*deadline is 0.2s \(rl.reward_timeout_s=0.1\)"
+    ):
         RewardService(Hung(None), timeout_s=0.1).score([group("a", "b")])
     release.set()
 

@@ -92,7 +92,7 @@ def test_exception_in_the_worker_is_a_failure_and_the_worker_lives(make):
     worker = make()
     worker.start()
     pid = worker.pid
-    with pytest.raises(WorkerFailure, match="^ValueError: cannot be scored$"):
+    with pytest.raises(WorkerFailure, match=r"^ValueError: cannot be scored$"):
         worker.call("raise")
     assert worker.pid == pid
 
