@@ -21,7 +21,7 @@ WIDTH = 256
 VOCABULARIES = (49_152, 151_936)
 TOKENS = (256, 1024, 4096)
 LIMIT_GIB = 12.0
-WIDE_TILE = 8192
+WIDE_TILE = 24_576
 MIB = 2**20
 
 
@@ -87,9 +87,8 @@ def main() -> None:
     if options.json:
         print(json.dumps({"H": WIDTH, "cells": cells, "wide": {"chunk_vocab": WIDE_TILE, **wide}}, indent=2))
         return
-    print(
-        f"{'V':>8} {'N':>6} | {'naive MiB':>10} {'chunked MiB':>11} {'ratio':>6} | {'naive s':>8} {'chunked s':>9} {'ratio':>6}   (H = {WIDTH})"
-    )
+    print(f"H = {WIDTH}, float32")
+    print(f"{'V':>8} {'N':>6} | {'naive MiB':>10} {'chunked MiB':>11} {'ratio':>6} | {'naive s':>8} {'chunked s':>9} {'ratio':>6}")
     for cell in cells:
         naive, chunked = cell["naive"], cell["chunked"]
         plain = [f"{naive[key]:.{digits}f}" if naive else "skipped" for key, digits in (("peak_mib", 0), ("seconds", 2))]

@@ -19,7 +19,9 @@ from posttrain.rollout.hf_engine import HFEngine
 FP32 = Precision("float32", "float32", "float32", False)
 
 
-def tiny_policy(*, dtype: torch.dtype = torch.float32, share_prompts: bool = True, precision: Precision = FP32, **sizes: object) -> CausalPolicy:
+def tiny_policy(
+    *, dtype: torch.dtype = torch.float32, share_prompts: bool = True, precision: Precision = FP32, **sizes: object
+) -> CausalPolicy:
     """The seeded tiny model; float64 for exactness tests."""
     built = tiny.build(dict(sizes), dtype="float32")
     built.module.to(dtype).eval()
@@ -33,8 +35,17 @@ def exact_policy() -> CausalPolicy:
 
     tokenizer = tiny.byte_tokenizer()
     config = GPT2Config(
-        vocab_size=len(tokenizer), n_positions=64, n_embd=32, n_layer=2, n_head=2, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-        bos_token_id=None, eos_token_id=tokenizer.eos_token_id, initializer_range=0.2,
+        vocab_size=len(tokenizer),
+        n_positions=64,
+        n_embd=32,
+        n_layer=2,
+        n_head=2,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        initializer_range=0.2,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

@@ -61,23 +61,14 @@ def _inspect(arguments: Sequence[str]) -> tuple[RootConfig | None, list[Violatio
     """The resolved tree, or everything that is wrong with it and with the world it would run in."""
     from hydra._internal.utils import get_args_parser
 
-    from posttrain.config import resolve
-    from posttrain.config.compose import compose_checked
-    from posttrain.preflight import inspect
-
     flags = get_args_parser().parse_args(list(arguments))
-    return _inspect_one(flags.overrides, flags, compose_checked, resolve, inspect)
+    return _inspect_one(flags.overrides, flags)
 
 
-def _inspect_one(
-    overrides: Sequence[str], flags: Any, compose_checked: Any, resolve: Any, inspect: Any
-) -> tuple[RootConfig | None, list[Violation]]:
-    composed, found = compose_checked(overrides, config_dir=flags.config_dir, config_name=flags.config_name or "config")
-    if composed is None or found:
-        return None, found
-    root = resolve(composed)
-    found = inspect(root)
-    return (None if found else root), found
+def _inspect_one(overrides: Sequence[str], flags: Any) -> tuple[RootConfig | None, list[Violation]]:
+    from posttrain.preflight import inspect_overrides
+
+    return inspect_overrides(overrides, config_dir=flags.config_dir, config_name=flags.config_name or "config")
 
 
 def _refuse(found: Sequence[Violation]) -> int:
@@ -139,11 +130,7 @@ def _jobs(flags: Any) -> list[list[str]]:
 
 
 def _require(overrides: Sequence[str], flags: Any) -> None:
-    from posttrain.config import resolve
-    from posttrain.config.compose import compose_checked
-    from posttrain.preflight import inspect
-
-    root, found = _inspect_one(overrides, flags, compose_checked, resolve, inspect)
+    root, found = _inspect_one(overrides, flags)
     if root is None:
         sys.exit(_refuse(found))
 
@@ -174,9 +161,9 @@ def run(composed: DictConfig) -> float | None:
             print(f"an earlier run of this name was moved to {moved}")
         from posttrain.loop.launch import launch
 
-        plain = OmegaConf.to_container(OmegaConf.structured(root), resolve=True, enum_to_str=True)
-        assert isinstance(plain, dict)
-        settings = {"run": {"dir": str(run_dir)}, "output_subdir": None, "job": {"name": "posttrain", "chdir": False}}
-        return launch(root, run_dir=run_dir, plain_config=reloadable(plain, root=root, hydra=settings))
+        container = OmegaConf.to_container(OmegaConf.structured(root), resolve=True)
+        assert isinstance(container, dict)
+        plain = {str(key): value for key, value in container.items()}
+        return launch(root, run_dir=run_dir, plain_config=reloadable(plain, root=root))
     except PosttrainError as error:
         raise CompactHydraException(f"posttrain: {error}") from error

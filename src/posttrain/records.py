@@ -119,9 +119,7 @@ class ScoredGroup:
 
     def __post_init__(self) -> None:
         if len(self.scores) != len(self.rollout.completions):
-            raise ValueError(
-                f"group {self.rollout.prompt.id!r}: {len(self.rollout.completions)} completions but {len(self.scores)} scores"
-            )
+            raise ValueError(f"group {self.rollout.prompt.id!r}: {len(self.rollout.completions)} completions but {len(self.scores)} scores")
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,12 +196,8 @@ def merge_metrics(into: dict[str, Metric], new: Mapping[str, Metric]) -> None:
         known = into.get(name)
         if known is None:
             into[name] = metric
-        elif isinstance(known, Mean) and isinstance(metric, Mean):
-            into[name] = known.merge(metric)
-        elif isinstance(known, Sum) and isinstance(metric, Sum):
-            into[name] = known.merge(metric)
-        elif isinstance(known, Max) and isinstance(metric, Max):
-            into[name] = known.merge(metric)
+        elif type(known) is type(metric):
+            into[name] = known.merge(metric)  # type: ignore[arg-type]  # same type on both sides
         else:
             raise TypeError(f"metric {name!r} was {type(known).__name__} and is now {type(metric).__name__}")
 

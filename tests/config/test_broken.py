@@ -119,7 +119,7 @@ CASES = {
         "rl.data.max_prompt_tokens=300 rollout.max_tokens=300", {"rl.data.max_prompt_tokens": "plus rollout.max_tokens=300 exceeds 512"}
     ),
     "engine_shorter_than_prompt": Broken(
-        "rollout=vllm rollout.max_model_len=40 rollout.max_tokens=20", {"rl.data.arithmetic.template": "exceeds 40 tokens"}
+        "rollout=vllm rollout.max_model_len=38 rollout.max_tokens=20", {"rl.data.arithmetic.template": "exceeds 38 tokens"}
     ),
     "engine_longer_than_model": Broken("rollout=vllm rollout.max_model_len=4096", {"rollout.max_model_len": "must be <= 512"}),
     "missing_model": Broken("model=hf model.name_or_path={tmp}/nowhere", {"model.name_or_path": "is no directory on this machine"}),
@@ -243,8 +243,9 @@ def test_one_call_reports_the_configuration_and_the_world_it_would_run_in(files:
 
 
 def test_check_of_a_good_configuration_imports_nothing_heavy() -> None:
+    sizes = ["algorithm=grpo", "rl.batch_per_replica=16", "rl.group_size=4", "rl.micro_batch_per_replica=8"]
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, "experiment=tiny"], capture_output=True, text=True, env={**os.environ, "HIDDEN": ""}, timeout=60
+        [sys.executable, "-c", PROGRAM, *sizes], capture_output=True, text=True, env={**os.environ, "HIDDEN": ""}, timeout=60
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "imported" not in done.stdout

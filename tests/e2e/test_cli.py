@@ -18,7 +18,9 @@ import yaml
 POSTTRAIN = [sys.executable, "-m", "posttrain"]
 
 
-def call(*arguments: str, cwd: Path, code: int = 0, timeout: float = 120, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+def call(
+    *arguments: str, cwd: Path, code: int = 0, timeout: float = 120, env: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     done = subprocess.run(
         [*POSTTRAIN, *arguments], cwd=cwd, capture_output=True, text=True, timeout=timeout, check=False, env={**os.environ, **(env or {})}
     )
@@ -79,10 +81,8 @@ def test_reloading_repeats_the_run_and_moves_the_first_one_aside(tiny: tuple[Pat
     timings = ("time/", "time_s", "memory/", "rollout/tokens_per_s", "reward/time_s", "reward/slowest_s", "sync/seconds")
     for a, b in zip(metrics(first), metrics(second), strict=True):
         assert {k: v for k, v in a.items() if not k.startswith(timings)} == {k: v for k, v in b.items() if not k.startswith(timings)}
-    stdout = call(
-        "--config-dir", str(first), "--config-name", "config_resolved", f"job.output_root={tmp_path}/o", "tracker.report=false", "rl.max_steps=1",
-        cwd=cwd,
-    ).stdout  # fmt: skip
+    reload = ("--config-dir", str(first), "--config-name", "config_resolved")
+    stdout = call(*reload, f"job.output_root={tmp_path}/o", "tracker.report=false", "rl.max_steps=1", cwd=cwd).stdout
     assert "moved to" in stdout
     assert len(metrics(tmp_path / "o/posttrain/tiny.1")) == 3 and len(metrics(second)) == 1
 
@@ -92,7 +92,8 @@ def test_lr_zero_keeps_the_policy(tmp_path: Path) -> None:
     lines = metrics(tmp_path / "outputs/posttrain/tiny")
     assert len(lines) == 10
     assert all(line["train/ratio_absdev"] <= 1e-6 and abs(line["train/ratio_max"] - 1) <= 1e-6 for line in lines)
-    assert lines[-1]["val/accuracy"] == 0.0 and lines[-1]["optim/grad_norm"] >= 0
+    assert any(line["optim/grad_norm"] > 0 for line in lines)
+    assert lines[-1]["val/accuracy"] == 0.0
 
 
 def test_the_bare_command_is_the_toy_with_the_plain_policy_gradient(tmp_path: Path) -> None:
@@ -106,7 +107,6 @@ def test_a_sweep_runs_every_member_in_a_place_of_its_own(tmp_path: Path) -> None
     call("-m", "experiment=tiny", "rl.seed=0,1", "rl.max_steps=1", cwd=tmp_path)
     runs = sorted((tmp_path / "outputs/posttrain/tiny_sweep").glob("*/metrics.jsonl"))
     assert len(runs) == 2
-    assert metrics(runs[0].parent)[0]["rl/seed" if False else "step"] == 1
     first, second = (json.loads(next((run.parent / "samples").glob("step_*")).read_text().splitlines()[0]) for run in runs)
     assert first["completions"] != second["completions"]
 

@@ -55,6 +55,11 @@ def visit(report: Path, profile: Path, fragment: str = "") -> tuple[str, dict[st
     return done.stdout, dict(re.findall(r'data-([\w-]+)="([^"]*)"', table.group()))
 
 
+def assert_fast(table: dict[str, str]) -> None:
+    """Far above what an idle machine needs (about 1 and 30 ms), far below what a person would call slow."""
+    assert float(table["filter-ms"]) < 100 and float(table["draw-ms"]) < 1000
+
+
 def rows(dom: str) -> int:
     return dom.count('<div class="row">')
 
@@ -63,14 +68,11 @@ def test_the_page_opens_offline_and_renders(report: Path, tmp_path: Path) -> Non
     dom, table = visit(report, tmp_path)
     assert "grpo" in dom and "held-out accuracy" in dom
     assert dom.count("<svg") > 20
-    assert (
-        "<dd>token-mean</dd>" in dom
-        and "[object" not in dom.split('<script type="application/json"')[0]
-        and "NaN" not in dom.split("<script")[0]
-    )
+    drawn = dom.split('<script type="application/json"')[0]
+    assert "<dd>token-mean</dd>" in drawn and "[object" not in drawn and "NaN" not in drawn and "undefined" not in drawn
     assert (table["total"], table["shown"], table["samples"]) == ("240", "160", "1280")  # held-out rows wait behind the step selector
     assert 0 < rows(dom) == int(table["rendered"]) < 160, "rows are rendered as they are scrolled to"
-    assert float(table["filter-ms"]) < 250
+    assert_fast(table)
 
 
 def test_a_link_filters_sorts_and_opens(report: Path, tmp_path: Path) -> None:
@@ -98,7 +100,7 @@ def test_filters_agree_with_the_data_and_are_fast(report: Path, tmp_path: Path, 
     expected = [row for row in page_data(read_run(report.parent))["groups"] if not row["held_out"] and keep(row)]  # type: ignore[operator]
     _, table = visit(report, tmp_path, fragment)
     assert 0 < len(expected) < 160 and int(table["shown"]) == len(expected)
-    assert float(table["filter-ms"]) < 250
+    assert_fast(table)
 
 
 def test_an_interrupted_run_says_so(tmp_path: Path) -> None:

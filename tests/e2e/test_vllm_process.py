@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
+from threading import Timer
 
 import psutil
 import pytest
@@ -56,9 +57,10 @@ def test_a_separate_process_serves_what_is_published_dies_loudly_and_leaves_noth
             c.token_ids for c in group.completions
         ]
 
-        os.kill(pids[0], signal.SIGKILL)
-        with pytest.raises(RolloutError, match=r"the vLLM engine failed while sampling: EngineDeadError.*start a new engine"):
-            served.generate([request(IDS)])
+        # Killed while a caller waits: without its own watch this client of vLLM would wait for ever.
+        Timer(1.0, os.kill, (pids[0], signal.SIGKILL)).start()
+        with pytest.raises(RolloutError, match=r"the vLLM engine failed while sampling: (EngineDead|ZMQ)Error.*start a new engine"):
+            served.generate([request(IDS, group_size=16, seed=seed, max_tokens=400) for seed in range(8)])
         assert served.weight_version is None
         with pytest.raises(WeightSyncError, match="cannot be used for"):
             sync.publish(4, verify=False)

@@ -66,7 +66,7 @@ def tiny_model(kind: str, *, tied: bool, seed: int = 0) -> Any:
     }
     if kind == "llama":
         return LlamaForCausalLM(LlamaConfig(**common)).eval()
-    config = Qwen3MoeConfig(**common, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48, decoder_sparse_step=1)
+    config = Qwen3MoeConfig(**common, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, decoder_sparse_step=1)
     return Qwen3MoeForCausalLM(config).eval()
 
 

@@ -7,7 +7,7 @@ import types
 import typing
 from collections.abc import Iterable
 from dataclasses import fields, is_dataclass
-from typing import Any
+from typing import Any, cast
 
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
@@ -142,11 +142,14 @@ def _repair(value: object, expected: Any, key: str) -> str:
     return f"give {text}"
 
 
-def _leaf(value: Any, rest: str) -> Any:
+def _leaf(value: object, rest: str) -> object:
     """The part of a mapping override that a full key points at."""
+    found = value
     for part in rest.strip(".").split("."):
-        value = value[part] if isinstance(value, dict) and part in value else value
-    return value
+        if not isinstance(found, dict) or part not in found:
+            break
+        found = cast("dict[str, object]", found)[part]
+    return cast("object", found)
 
 
 def _name(cls: Any) -> str:

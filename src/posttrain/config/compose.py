@@ -30,6 +30,8 @@ def compose_checked(
     A broken override is recorded and left out, so that one call reports all of them. The tree is None when the defaults list
     itself cannot be composed.
     """
+    if config_dir is not None and not Path(config_dir).is_dir():
+        return None, [Violation("--config-dir", config_dir, "is no directory", "name a directory of groups and presets")]
     found: list[Violation] = []
     parsed = [override for text in overrides if (override := _parsed(text, found)) is not None]
     loader = _loader(config_dir)
@@ -76,11 +78,13 @@ def _parsed(text: str, found: list[Violation]) -> Override | None:
 
 def _loader(config_dir: str | None) -> ConfigLoaderImpl:
     from hydra._internal.utils import create_config_search_path
+    from hydra.core.config_search_path import SearchPathQuery
 
     register()
     search_path = create_config_search_path(str(conf_dir()))
     if config_dir is not None:
-        search_path.append("command-line", f"file://{Path(config_dir).resolve()}")
+        # where Hydra itself puts it: after the shipped directory, before the structured schemas
+        search_path.prepend("command-line", f"file://{Path(config_dir).resolve()}", SearchPathQuery(provider="schema"))
     return ConfigLoaderImpl(config_search_path=search_path)
 
 

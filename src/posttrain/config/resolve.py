@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
-from typing import Any
+from typing import Protocol, runtime_checkable
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -16,6 +16,13 @@ from posttrain.errors import ConfigError, Violation
 
 RECORDED_ONLY = ("provenance", "effective_objective")
 """Top-level keys a run writes into `config_resolved.yaml`; reloading drops them."""
+
+
+@runtime_checkable
+class _Judging(Protocol):
+    """A node with rules of its own."""
+
+    def violations(self, path: str) -> Iterator[Violation]: ...
 
 
 def resolve(composed: DictConfig) -> RootConfig:
@@ -41,9 +48,8 @@ def violations(composed: DictConfig) -> list[Violation]:
     judged: list[Violation] = []
     for path, node in walk(root):
         judged += field_violations(path, node)
-        own = getattr(type(node), "violations", None)
-        if own is not None:
-            judged += own(node, path)
+        if isinstance(node, _Judging):
+            judged += node.violations(path)
     judged += cross_violations(root)
     reported = {violation.key for violation in unset}
     found += [violation for violation in judged if violation.key not in reported]
@@ -106,15 +112,16 @@ def _to_object(composed: DictConfig) -> RootConfig:
     return root
 
 
-def _unknown_keys(node: Any, path: str = "") -> Iterator[Violation]:
-    if not isinstance(node, DictConfig) or node._is_none() or node._is_missing():
+def _unknown_keys(node: DictConfig, path: str = "") -> Iterator[Violation]:
+    owner = OmegaConf.get_type(node)
+    if owner is None or not is_dataclass(owner):
         return
-    schema = OmegaConf.get_type(node)
-    known = [spec.name for spec in fields(schema)] if is_dataclass(schema) else None
-    for key in list(node.keys()):
+    known = [spec.name for spec in fields(owner)]
+    for key in node:
         name = str(key)
-        if known is not None and name not in known and name != "hydra":
-            value = None if OmegaConf.is_missing(node, key) else node._get_node(key)
-            yield Violation(join(path, name), str(value), f"is not a key of {schema.__name__}", nearest(name, known))
-        elif known is not None:
-            yield from _unknown_keys(node._get_node(key), join(path, name))
+        is_unset = OmegaConf.is_missing(node, name) or OmegaConf.is_interpolation(node, name)
+        if name not in known and name != "hydra":
+            value = None if is_unset else str(node[name])
+            yield Violation(join(path, name), value, f"is not a key of {owner.__name__}", nearest(name, known))
+        elif not is_unset and isinstance(node[name], DictConfig):
+            yield from _unknown_keys(node[name], join(path, name))

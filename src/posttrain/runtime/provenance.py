@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import platform
 import subprocess
@@ -11,8 +12,6 @@ import time
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import json
 
 if TYPE_CHECKING:
     from posttrain.config.root import RootConfig

@@ -43,18 +43,20 @@ def write_run_files(run_dir: Path, *, plain_config: Mapping[str, Any], objective
     (run_dir / "config_resolved.yaml").write_text(header + text, encoding="utf-8")
 
 
-def reloadable(plain_config: dict[str, Any], *, root: RootConfig, hydra: Mapping[str, Any]) -> dict[str, Any]:
-    """The resolved values behind a defaults list that makes the tree typed again when it is loaded.
-
-    Args:
-        hydra: the run's hydra settings that place its output.
-    """
+def reloadable(plain_config: dict[str, Any], *, root: RootConfig) -> dict[str, Any]:
+    """The resolved values behind a defaults list that makes the tree typed again when it is loaded."""
     from posttrain.config.store import schema_of
 
     defaults: list[Any] = ["/schema/root@_here_"]
     defaults += [f"{schema}@{name}" for name in plain_config if (schema := schema_of(getattr(root, name))) is not None]
     defaults += ["_self_", {"override hydra/job_logging": "none"}, {"override hydra/hydra_logging": "none"}]
-    return {"defaults": defaults, "hydra": dict(hydra), **plain_config}
+    # the place of a run follows job.* as in conf/config.yaml, so that overriding job.* moves a reloaded run
+    place = {
+        "run": {"dir": "${job.output_root}/${job.group}/${job.name}"},
+        "output_subdir": None,
+        "job": {"name": "posttrain", "chdir": False},
+    }
+    return {"defaults": defaults, "hydra": place, **plain_config}
 
 
 def describe_objective(objective: Objective) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from itertools import groupby
 from typing import Literal
 
 Better = Literal["up", "down", "none"]
@@ -22,19 +23,20 @@ class MetricDoc:
 
 METRICS: dict[str, MetricDoc] = {
     "reward/mean": MetricDoc("reward", "Mean total reward of the completions collected in this step.", "up"),
-    "reward/std": MetricDoc("reward", "Standard deviation of the total rewards over all completions of the step."),
-    "reward/failed": MetricDoc(
-        "completions", "Completions the reward provider could not score; they carry its declared failure value.", "down"
-    ),
-    "reward/time_s": MetricDoc("s", "Time spent scoring the completions of the step.", "down"),
-    "reward/slowest_s": MetricDoc("s", "The slowest single score of the step; compare it with rl.reward_timeout_s.", "down"),
+    "reward/std": MetricDoc("reward", "Standard deviation of the total rewards inside a group, averaged over the groups of the step."),
+    "reward/spread": MetricDoc("reward", "Largest minus smallest total reward inside a group, averaged over the groups of the step."),
     "reward/zero_spread_frac": MetricDoc(
         "fraction", "Groups whose completions all earned the same reward: they have no advantage and teach nothing.", "down"
     ),
-    "reward/part/*": MetricDoc("reward", "Mean of one named component of the reward.", "up"),
+    "reward/part/*": MetricDoc("reward", "Mean of one named component of the reward, over the completions that could be scored.", "up"),
+    "reward/failed": MetricDoc(
+        "completions", "Completions the reward provider could not score; they count with a total of 0, and events.jsonl says why.", "down"
+    ),
+    "reward/time_s": MetricDoc("s", "Time spent scoring the completions of the step.", "down"),
+    "reward/slowest_s": MetricDoc("s", "The slowest single score of the step; compare it with rl.reward_timeout_s.", "down"),
     "train/loss": MetricDoc("", "The objective's value. At a ratio of one it is near zero by construction; it does not measure progress."),
     "train/clip_frac": MetricDoc(
-        "fraction", "Trained tokens whose probability ratio left the clip range, so their gradient is cut.", "down"
+        "fraction", "Trained tokens whose loss the clip range changed: they give no gradient. 0 with one optimizer step per batch.", "down"
     ),
     "train/ratio_absdev": MetricDoc(
         "ratio", "Mean |ratio - 1| of trained tokens, the ratio being new over old probability: how far the policy moved within the step."
@@ -57,27 +59,50 @@ METRICS: dict[str, MetricDoc] = {
     "train/logprob_gap_kl": MetricDoc(
         "nats", "Estimate of KL(sampler || trainer) from the sampled tokens; zero when rollout and training see one policy.", "down"
     ),
+    "train/advantage_absmean": MetricDoc("", "Mean |advantage| over trained completions; zero means the batch carried no signal."),
+    "train/skipped_backward_frac": MetricDoc(
+        "fraction", "Micro-batches without any gradient (all their groups tied), whose backward pass was skipped. The update is the same."
+    ),
+    "train/valid_token_count": MetricDoc("tokens", "Tokens that entered the loss (the mask is on)."),
+    "train/valid_sequence_count": MetricDoc("sequences", "Completions with at least one token in the loss."),
     "train/response_len_mean": MetricDoc("tokens", "Mean completion length in the step."),
     "train/response_len_max": MetricDoc("tokens", "Longest completion in the step; rollout.max_tokens is its ceiling."),
     "train/rollout_truncated_frac": MetricDoc("fraction", "Completions cut at the token budget instead of ending by themselves.", "down"),
-    "train/valid_token_count": MetricDoc("tokens", "Tokens that entered the loss (the mask is on)."),
-    "train/valid_sequence_count": MetricDoc("sequences", "Completions with at least one token in the loss."),
-    "train/advantage_absmean": MetricDoc("", "Mean |advantage| over trained completions; zero means the batch carried no signal."),
-    "optim/grad_norm": MetricDoc("", "Global gradient norm before clipping."),
-    "optim/lr": MetricDoc("", "Learning rate of the last applied optimizer step."),
+    "optim/grad_norm": MetricDoc("", "Global gradient norm before clipping, averaged over the optimizer steps of the batch."),
+    "optim/lr": MetricDoc("", "Learning rate of the optimizer steps of this batch."),
     "optim/applied_steps": MetricDoc("steps", "Optimizer steps applied for this batch; fewer than planned means a window was rejected."),
     "optim/finite_gradient_check_enabled": MetricDoc("0/1", "1 when windows with a non-finite gradient are rejected."),
-    "rollout/tokens_per_s": MetricDoc("tokens/s", "Completion tokens generated per second of the generate phase.", "up"),
     "rollout/tokens": MetricDoc("tokens", "Completion tokens generated in the step."),
-    "sync/*": MetricDoc("", "Publication of the trained weights to the rollout engine (bytes, seconds, version)."),
-    "time/step_s": MetricDoc("s", "Wall time since the end of the previous step, everything included.", "down"),
-    "time/*": MetricDoc("s", "Wall time of one phase within the step; phases never overlap.", "down"),
-    "data/skipped_too_long": MetricDoc("prompts", "Prompts passed over because they exceed the prompt budget.", "down"),
-    "data/epoch": MetricDoc("epochs", "Passes over the prompt source so far."),
+    "rollout/tokens_per_s": MetricDoc("tokens/s", "Completion tokens generated per second of the generate phase.", "up"),
+    "sync/seconds": MetricDoc("s", "Time to publish the step's weights to the rollout engine, verification included.", "down"),
+    "sync/gib": MetricDoc("GiB", "Weights sent by the publication; 0 when the engine samples from the trainer's own parameters."),
+    "sync/buckets": MetricDoc("buckets", "Transfers the publication was cut into (rl.weight_sync_bucket_bytes); 0 when nothing is sent."),
+    "sync/verified_tensors": MetricDoc(
+        "tensors", "Tensors proven to be the trainer's: equal digests in an engine's copy, or the same storage. Verified publications only."
+    ),
+    "sync/verified_gib_frac": MetricDoc(
+        "fraction",
+        "Share of the published bytes that those proofs cover; the probe has to answer for the rest. Verified publications only.",
+    ),
+    "sync/probe_gap": MetricDoc(
+        "nats", "Largest |trainer - engine| log-probability on the fixed probe text. Verified publications to a separate copy only.", "down"
+    ),
+    "sync/*": MetricDoc("", "Publication of the trained weights to the rollout engine."),
+    "data/epoch": MetricDoc("epochs", "Completed passes over the prompt source."),
+    "data/skipped_too_long": MetricDoc("prompts", "Prompts passed over so far because they exceed rl.data.max_prompt_tokens.", "down"),
     "val/accuracy": MetricDoc("reward", "Mean reward on held-out prompts with the validation sampler; the number that matters.", "up"),
+    "val/failed": MetricDoc(
+        "completions", "Held-out completions the reward provider could not score; they count with a total of 0.", "down"
+    ),
     "val/response_len_mean": MetricDoc("tokens", "Mean completion length on held-out prompts."),
     "val/truncated_frac": MetricDoc("fraction", "Held-out completions cut at the token budget.", "down"),
-    "memory/rss_gib": MetricDoc("GiB", "Resident memory of the process at the end of the step.", "down"),
+    "time/step_s": MetricDoc("s", "Wall time since the end of the previous step, everything included.", "down"),
+    "time/*": MetricDoc(
+        "s",
+        "Wall time of one phase of the step: load (first step only), data, generate, reward, train, sync, validate; phases never overlap.",
+        "down",
+    ),
+    "memory/peak_rss_gib": MetricDoc("GiB", "Largest resident memory the process has had so far (not GPU memory).", "down"),
 }
 """Key, or pattern with `*`, to its documentation."""
 
@@ -89,3 +114,38 @@ def describe(key: str) -> MetricDoc | None:
         return exact
     patterns = sorted((name for name in METRICS if "*" in name and fnmatchcase(key, name)), key=len, reverse=True)
     return METRICS[patterns[0]] if patterns else None
+
+
+_AREAS = {
+    "reward": "What the reward provider said about the step's completions.",
+    "train": "What the loss saw: the objective's own diagnostics, and the shape of the completions.",
+    "optim": "The optimizer.",
+    "rollout": "The sampler.",
+    "sync": "Publication of weights to the rollout engine. See [rollout.md](rollout.md#how-weights-reach-the-engine).",
+    "data": "The prompt source.",
+    "val": "Held-out evaluation; only on the lines of steps after which one was made.",
+    "time": "Where the wall time of the step went.",
+    "memory": "The process.",
+}
+_GOOD = {"up": "higher", "down": "lower", "none": ""}
+
+
+def metrics_page() -> str:
+    """docs/metrics.md."""
+    lines = [
+        "# Metric reference",
+        "",
+        "Look up what a key of `metrics.jsonl` means, in which unit it is, and which direction is good, all else equal (an empty cell:",
+        "read it in context). The same text is behind the tooltips of `report.html`. Beside these keys every line carries `step`",
+        "(collected batches), `model_step` (committed optimizer steps) and `time_s` (seconds since the start). A `*` stands for any name.",
+        "How to read the training diagnostics together: [grpo.md](grpo.md#what-to-watch).",
+        "",
+        "This page is generated from `posttrain.track.reference`; do not edit it.",
+    ]
+    for area, keys in groupby(METRICS, lambda key: key.partition("/")[0]):
+        lines += ["", f"## {area}", "", _AREAS[area], "", "| key | unit | better | meaning |", "|---|---|---|---|"]
+        for key in keys:
+            doc = METRICS[key]
+            meaning = doc.meaning.replace("|", "\\|")
+            lines.append(f"| `{key}` | {doc.unit} | {_GOOD[doc.better]} | {meaning} |")
+    return "\n".join(lines) + "\n"

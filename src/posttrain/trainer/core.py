@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -23,9 +23,7 @@ FORWARD_NOISE_NATS = 0.05
 class Trainer:
     """Runs `n_mini` optimizer windows over one collected batch."""
 
-    def __init__(
-        self, config: OptimizerConfig, *, policy: CausalPolicy, objective: Objective, mini_batch: int, micro_batch: int
-    ) -> None:
+    def __init__(self, config: OptimizerConfig, *, policy: CausalPolicy, objective: Objective, mini_batch: int, micro_batch: int) -> None:
         self._config = config
         self._policy = policy
         self._objective = objective
@@ -79,6 +77,7 @@ class Trainer:
         """One optimizer step; returns why it was rejected, or None when it was applied."""
         recorder = ScoreRecorder(self._policy)
         weight_sum = 0.0
+        skipped = 0
         local: dict[str, Metric] = {}
         rejection: str | None = None
         for number, batch in enumerate(window):
@@ -89,14 +88,19 @@ class Trainer:
             weight = self._weight(reported)
             weight_sum += weight
             scale = weight if self._objective.reduction is Reduction.TOKEN_SUM else 1.0 / len(window)
-            (loss * scale).backward()
+            skipped += not recorder.backward(loss * scale)
             merge_metrics(local, self._objective.metric_adapter(reported))
             logprobs.update(recorder.by_sequence(batch))
+        for parameter in self._parameters:
+            # a window without any signal is a zero gradient, not a missing one: moments decay as they would have
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
         if rejection is None and self._objective.reduction is Reduction.TOKEN_SUM:
             rejection = self._normalise(weight_sum)
         if rejection is None:
             rejection = self._apply(local)
         self.optimizer.zero_grad(set_to_none=True)
+        local["train/skipped_backward_frac"] = Mean(skipped, len(window))
         merge_metrics(metrics, local)
         return rejection
 
@@ -106,7 +110,8 @@ class Trainer:
         weight = reported.get(OBJECTIVE_WEIGHT_SUM)
         if not isinstance(weight, Sum) or not math.isfinite(weight.total) or weight.total < 0:
             raise TrainingError(
-                f"an objective with Reduction.TOKEN_SUM must report metric {OBJECTIVE_WEIGHT_SUM!r} as a finite, non-negative Sum; got {weight!r}"
+                f"an objective with Reduction.TOKEN_SUM must report metric {OBJECTIVE_WEIGHT_SUM!r} as a finite, non-negative Sum; "
+                f"got {weight!r}"
             )
         return weight.total
 
@@ -114,13 +119,15 @@ class Trainer:
         """Turn accumulated numerator gradients into the gradient of numerator / weight: the only place the divisor enters."""
         if weight_sum == 0:
             return "no token of the window contributes to the loss"
-        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-        torch._foreach_mul_(gradients, 1.0 / weight_sum)
+        for gradient in self._gradients():
+            gradient.mul_(1.0 / weight_sum)
         return None
 
+    def _gradients(self) -> list[torch.Tensor]:
+        return [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+
     def _apply(self, local: dict[str, Metric]) -> str | None:
-        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients) if gradients else torch.zeros(())
+        norm = torch.nn.utils.get_total_norm(self._gradients())
         local["optim/grad_norm"] = Mean(float(norm), 1)
         if self._config.force_finite_grads and not math.isfinite(float(norm)):
             return f"the gradient norm is {float(norm)}"
@@ -147,9 +154,9 @@ class Trainer:
             self._probed = True
         return frozen
 
-    def _probe_noise(self, batch: PolicyBatch, scored: object) -> None:
+    def _probe_noise(self, batch: PolicyBatch, scored: Callable[[PolicyBatch], torch.Tensor]) -> None:
         """Measure, once, whether evaluation and training forwards agree, as `certified_deterministic_forward` attests."""
-        assert callable(scored) and batch.old_logprobs is not None
+        assert batch.old_logprobs is not None
         self._policy.module.eval()
         again = scored(batch)
         self._policy.module.train()

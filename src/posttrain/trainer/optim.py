@@ -36,6 +36,4 @@ def select_trainable(module: torch.nn.Module, train_keys: list[str]) -> list[tor
 def build_optimizer(config: OptimizerConfig, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
     """AdamW with decoupled weight decay; fused, which on the CPU is several times faster than the loop over tensors."""
     beta1, beta2 = config.betas
-    return torch.optim.AdamW(
-        parameters, lr=config.lr, betas=(beta1, beta2), eps=config.eps, weight_decay=config.weight_decay, fused=True
-    )
+    return torch.optim.AdamW(parameters, lr=config.lr, betas=(beta1, beta2), eps=config.eps, weight_decay=config.weight_decay, fused=True)

@@ -1,4 +1,9 @@
-"""Keeps what a policy scored while an objective runs, for the old-policy cache and for samples."""
+"""What the trainer hands to an objective in place of the policy: it remembers scores and owns the backward pass.
+
+An objective differentiates with respect to the log-probabilities only. The graph is therefore cut there: the loss is
+differentiated down to the scores first, and the model's own backward runs only where that gradient is not exactly zero. Groups
+whose rewards tie have zero advantages, so for them the expensive two thirds of a training step are skipped, bit for bit.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +14,36 @@ from posttrain.model.protocol import PolicyModel, TokenScores
 
 
 class ScoreRecorder:
-    """A `PolicyModel` that remembers the log-probabilities of the last batch."""
+    """A `PolicyModel` around the policy, for one micro-batch at a time."""
 
     def __init__(self, policy: PolicyModel) -> None:
         self._policy = policy
+        self._cuts: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.logprobs: torch.Tensor | None = None
         """[N] of the last call, detached."""
 
     def score(self, batch: PolicyBatch, *, temperature: float, dtype: torch.dtype) -> TokenScores:
         scores = self._policy.score(batch, temperature=temperature, dtype=dtype)
-        self.logprobs = scores.logprobs.detach()
-        return scores
+        self.logprobs = detached = scores.logprobs.detach()
+        if not scores.logprobs.requires_grad:
+            return scores
+        leaf = detached.clone().requires_grad_()
+        self._cuts.append((scores.logprobs, leaf))
+        return TokenScores(leaf, scores.entropy)
+
+    def backward(self, loss: torch.Tensor) -> bool:
+        """Accumulate the gradient of `loss`, a scalar of the scores, into the policy's parameters.
+
+        Returns:
+            Whether the model's backward ran: False when the loss does not depend on any score.
+        """
+        cuts, self._cuts = self._cuts, []
+        if loss.requires_grad:
+            loss.backward()
+        live = [(output, leaf.grad) for output, leaf in cuts if leaf.grad is not None and bool((leaf.grad != 0).any())]
+        for output, gradient in live:
+            output.backward(gradient)
+        return bool(live)
 
     def by_sequence(self, batch: PolicyBatch) -> dict[tuple[str, int], tuple[float, ...]]:
         """The last log-probabilities, cut into completions."""

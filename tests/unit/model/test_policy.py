@@ -89,7 +89,13 @@ def test_sliding_windows_do_not_share_prompts() -> None:
     from transformers import MistralConfig, MistralForCausalLM
 
     config = MistralConfig(
-        vocab_size=288, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, sliding_window=8
+        vocab_size=288,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        sliding_window=8,
     )
     policy = CausalPolicy(tiny.BuiltModel(MistralForCausalLM(config).eval(), tiny.byte_tokenizer(), None), precision=FP32)
     assert not policy.shares_prompts

@@ -168,7 +168,12 @@ def test_a_real_offline_run_leaves_a_copy_to_sync(tmp_path: Path) -> None:
         tracker.validation(2, metrics={"val/accuracy": 0.5})
     name = run_id(tmp_path)
     (copy,) = (tmp_path / "wandb").glob(f"offline-run-*-{name}/run-{name}.wandb")
-    content = copy.read_bytes()
+    content = b""
+    for _ in range(500):  # wandb's own service process may flush a moment after finish() has returned
+        content = copy.read_bytes()
+        if b"val/accuracy" in content:
+            break
+        time.sleep(0.02)
     assert b"reward/mean" in content and b"val/accuracy" in content and b"posttrain-test" in content
     events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     assert [event for event in events if event["kind"] == "warning"] == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -139,7 +140,9 @@ def test_windows_before_the_rejected_one_stay_committed() -> None:
 def test_gradients_that_are_not_finite_are_rejected_unless_the_check_is_off() -> None:
     policy = tiny_policy()
     groups, before = ragged_groups(policy), weights(policy)
-    checked = Trainer(OptimizerConfig(lr=1e-2), policy=policy, objective=poisoned(policy, at=0, gradient_only=True), mini_batch=16, micro_batch=16)
+    checked = Trainer(
+        OptimizerConfig(lr=1e-2), policy=policy, objective=poisoned(policy, at=0, gradient_only=True), mini_batch=16, micro_batch=16
+    )
     result = checked.train_step(groups)
     assert result.rejection is not None and result.rejection.startswith("the gradient norm is")
     assert torch.equal(weights(policy), before)
@@ -159,7 +162,11 @@ def test_clipping_scales_the_gradient_to_the_given_norm() -> None:
     policy = tiny_policy()
     groups = ragged_groups(policy)
     trainer = Trainer(
-        OptimizerConfig(lr=0.0, grad_clip_norm=0.01), policy=policy, objective=objective(batch_per_replica=16), mini_batch=16, micro_batch=16
+        OptimizerConfig(lr=0.0, grad_clip_norm=0.01),
+        policy=policy,
+        objective=objective(batch_per_replica=16),
+        mini_batch=16,
+        micro_batch=16,
     )
     norms: list[float] = []
     trainer.optimizer.register_step_pre_hook(
@@ -225,3 +232,29 @@ def test_recorded_logprobs_belong_to_their_completions() -> None:
         for index, completion in enumerate(group.scored.rollout.completions):
             values = recorded[(group.scored.rollout.prompt.id, index)]
             assert values == pytest.approx(completion.logprobs, abs=1e-4)
+
+
+def test_micro_batches_without_signal_skip_the_backward_and_change_nothing() -> None:
+    policy = exact_policy()
+    groups = ragged_groups(policy)
+    tied = groups[0]
+    groups[0] = replace(tied, advantages=(0.0,) * len(tied.advantages))
+    loss = objective(logprob_dtype="float64", batch_per_replica=16)
+    together = gradient(policy, micro_batch=16, groups=groups, objective=loss)
+    apart = gradient(policy, micro_batch=8, groups=groups, objective=loss)
+    assert float((together - apart).norm() / together.norm()) <= 1e-12
+    trainer = Trainer(OptimizerConfig(lr=0.0), policy=policy, objective=loss, mini_batch=16, micro_batch=8)
+    assert trainer.train_step(groups).metrics["train/skipped_backward_frac"].value == 0.5
+
+
+def test_a_window_without_any_signal_still_decays_the_moments() -> None:
+    policy = tiny_policy()
+    groups = ragged_groups(policy)
+    trainer = Trainer(OptimizerConfig(lr=1e-3), policy=policy, objective=objective(batch_per_replica=16), mini_batch=16, micro_batch=8)
+    trainer.train_step(groups)
+    parameter = next(policy.module.parameters())
+    before = trainer.optimizer.state[parameter]["exp_avg"].clone()
+    tied = [replace(group, advantages=(0.0,) * len(group.advantages)) for group in groups]
+    result = trainer.train_step(tied)
+    assert result.rejection is None and result.metrics["optim/grad_norm"].value == 0 and trainer.model_step == 2
+    assert torch.allclose(trainer.optimizer.state[parameter]["exp_avg"], 0.9 * before)

@@ -40,13 +40,13 @@ def build(model_config: dict[str, Any], *, dtype: str) -> BuiltModel:
         eos_token_id=tokenizer.eos_token_id,
         bos_token_id=None,
         pad_token_id=tokenizer.pad_token_id,
-        attn_implementation="sdpa",
         **{key: value for key, value in sizes.items() if key != "seed"},
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(int(sizes["seed"]))
         module = LlamaForCausalLM(config)
-    return BuiltModel(module.to(resolved_dtype(dtype)), tokenizer, _on_disk(module, tokenizer, sizes))
+    directory = _on_disk(module, tokenizer, sizes)  # in float32, before the cast below changes the module in place
+    return BuiltModel(module.to(resolved_dtype(dtype)), tokenizer, directory)
 
 
 def byte_tokenizer() -> Any:

@@ -8,7 +8,9 @@ from posttrain.data.packer import TrainSample, pack
 from posttrain.records import Completion, Prompt
 
 
-def sample(prompt: Prompt, index: int, tokens: tuple[int, ...], *, advantage: float = 1.0, mask: tuple[bool, ...] | None = None) -> TrainSample:
+def sample(
+    prompt: Prompt, index: int, tokens: tuple[int, ...], *, advantage: float = 1.0, mask: tuple[bool, ...] | None = None
+) -> TrainSample:
     completion = Completion(tokens, tuple(-0.5 * t for t in tokens), "length" if index else "stop", 3, "")
     return TrainSample(prompt, index, completion, advantage, mask or (True,) * len(tokens))
 
