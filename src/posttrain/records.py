@@ -49,6 +49,8 @@ class SamplingParams:
     top_k: int = 0
     """0 keeps the whole vocabulary."""
     repetition_penalty: float = 1.0
+    ignore_eos: bool = False
+    """Sample on past the end-of-sequence token, up to the budget."""
 
 
 @dataclass(frozen=True, slots=True)

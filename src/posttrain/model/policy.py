@@ -130,14 +130,20 @@ class CausalPolicy:
         every completion that belongs to them."""
         mask, positions = _left_padded(batch)
         longest = int(batch.completions.shape[1])
-        out = self._body(input_ids=batch.prompts, attention_mask=mask, position_ids=positions, use_cache=longest > 1)
+        # one lookup for both forwards: each lookup's backward writes a gradient of the size of the whole embedding
+        fed = batch.completions[:, :-1]
+        embedded = self.module.get_input_embeddings()(torch.cat([batch.prompts.flatten(), fed.flatten()]))
+        prompts, completions = embedded.split([batch.prompts.numel(), fed.numel()])
+        out = self._body(
+            inputs_embeds=prompts.unflatten(0, batch.prompts.shape), attention_mask=mask, position_ids=positions, use_cache=longest > 1
+        )
         hidden = out.last_hidden_state[:, -1][batch.prompt_of][:, None]
         if longest > 1:
             cache = out.past_key_values
             cache.batch_select_indices(batch.prompt_of)
             steps = torch.arange(longest - 1, device=mask.device)
             rest = self._body(
-                input_ids=batch.completions[:, :-1],
+                inputs_embeds=completions.unflatten(0, fed.shape),
                 attention_mask=torch.cat([mask[batch.prompt_of], (steps < batch.lengths[:, None]).to(mask.dtype)], 1),
                 position_ids=batch.prompt_lengths[batch.prompt_of][:, None] + steps,
                 past_key_values=cache,

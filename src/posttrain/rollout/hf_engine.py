@@ -110,7 +110,7 @@ class HFEngine:
                 chosen = logprobs.gather(1, tokens[:, None])[:, 0]
                 if seen is not None:
                     seen[torch.arange(len(active), device=device), tokens] = True
-                keep = self._record(sequences, active, tokens, chosen)
+                keep = self._record(sequences, active, tokens, chosen, ends=() if sampling.ignore_eos else policy.eos_ids)
                 if step + 1 == sampling.max_tokens or not keep:
                     break
                 if len(keep) < len(active):
@@ -120,14 +120,16 @@ class HFEngine:
                     state.select(rows)
                 state.advance(policy, tokens)
 
-    def _record(self, sequences: list[_Sequence], active: torch.Tensor, tokens: torch.Tensor, chosen: torch.Tensor) -> list[int]:
+    def _record(
+        self, sequences: list[_Sequence], active: torch.Tensor, tokens: torch.Tensor, chosen: torch.Tensor, *, ends: tuple[int, ...]
+    ) -> list[int]:
         """Append this step's tokens; the rows that go on."""
         keep: list[int] = []
         for row, (owner, token, logprob) in enumerate(zip(active.tolist(), tokens.tolist(), chosen.tolist(), strict=True)):
             sequence = sequences[owner]
             sequence.tokens.append(token)
             sequence.logprobs.append(logprob)
-            if token in self._policy.eos_ids:
+            if token in ends:
                 sequence.finish_reason = "stop"
             else:
                 keep.append(row)

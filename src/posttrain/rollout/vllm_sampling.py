@@ -36,6 +36,7 @@ def vllm_sampling_params(sampling: SamplingParams, *, seed: int) -> Any:
         top_p=sampling.top_p,
         top_k=sampling.top_k,
         repetition_penalty=sampling.repetition_penalty,
+        ignore_eos=sampling.ignore_eos,
         seed=seed,
         logprobs=0,  # the sampled token alone
         # The text is decoded once, from the complete ids, as the other engines do; vLLM's incremental decoder would work per token.

@@ -46,10 +46,7 @@ class Trainer:
         if len(samples) % self._mini_batch:
             raise TrainingError(f"a batch of {len(samples)} completions does not split into mini-batches of {self._mini_batch}")
         self._policy.module.train()
-        windows = [
-            [self._packed(samples[i : i + self._micro_batch]) for i in range(start, start + self._mini_batch, self._micro_batch)]
-            for start in range(0, len(samples), self._mini_batch)
-        ]
+        windows = [self._micro_batches(samples[i : i + self._mini_batch]) for i in range(0, len(samples), self._mini_batch)]
         if self._objective.old_logp_cache:
             windows = self._with_old_policy(windows)
         metrics: dict[str, Metric] = {}
@@ -65,8 +62,14 @@ class Trainer:
         metrics["optim/finite_gradient_check_enabled"] = Mean(float(self._config.force_finite_grads), 1)
         return StepResult(self.model_step, applied, rejection, metrics, logprobs)
 
-    def _packed(self, samples: Sequence[TrainSample]) -> PolicyBatch:
-        return pack(samples, pad_id=self._policy.pad_id).to(self._policy.device)
+    def _micro_batches(self, window: Sequence[TrainSample]) -> list[PolicyBatch]:
+        """Samples without an advantage come last, so that micro-batches made of nothing else skip their backward pass. The
+        order inside a window is free: its gradient is a sum."""
+        ordered = sorted(window, key=lambda sample: sample.advantage == 0)
+        return [
+            pack(ordered[i : i + self._micro_batch], pad_id=self._policy.pad_id).to(self._policy.device)
+            for i in range(0, len(ordered), self._micro_batch)
+        ]
 
     def _window(
         self,
