@@ -71,9 +71,7 @@ def run_posttrain(options: argparse.Namespace, *, rollout: str, data: Path, scra
     steady = lines[1:]
     names = sorted({key for line in steady for key in line if key.startswith("time/") and key != "time/step_s"})
     phases = {key.removeprefix("time/"): statistics.median(line.get(key, 0.0) for line in steady) for key in names}
-    return Outcome(
-        [line["time/step_s"] for line in steady], int(steady[0]["rollout/tokens"]), lines[-1]["memory/peak_rss_gib"], phases
-    )
+    return Outcome([line["time/step_s"] for line in steady], int(steady[0]["rollout/tokens"]), lines[-1]["memory/peak_rss_gib"], phases)
 
 
 def run_trl(options: argparse.Namespace, *, model: str, data: Path, scratch: Path) -> Outcome:
@@ -115,9 +113,7 @@ def main() -> None:
             place.mkdir()
             outcomes.setdefault("trl", []).append(run_trl(options, model=model, data=data, scratch=place))
             for rollout in options.rollout:
-                outcomes.setdefault(f"posttrain {rollout}", []).append(
-                    run_posttrain(options, rollout=rollout, data=data, scratch=place)
-                )
+                outcomes.setdefault(f"posttrain {rollout}", []).append(run_posttrain(options, rollout=rollout, data=data, scratch=place))
     report(options, outcomes)
 
 

@@ -39,6 +39,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(doctor())
     if verb == "report":
         sys.exit(_report(arguments[1:]))
+    if verb.isalpha():
+        sys.exit(_unknown_verb(verb))
     try:
         _hydra(arguments)
     except KeyboardInterrupt:
@@ -47,22 +49,30 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _check(arguments: Sequence[str]) -> int:
-    """Compose and check without running; prints the plan or every violation."""
-    root, found = _inspect(arguments)
-    if root is None:
-        return _refuse(found)
+    """Compose and check without running; prints the plan of every job or every violation."""
+    from hydra._internal.utils import get_args_parser
+
     from posttrain.preflight import plan
 
-    print("\n".join(plan(root)))
+    flags = get_args_parser().parse_args(list(arguments))
+    plans: list[str] = []
+    for overrides in _jobs(flags):
+        root, found = _inspect_one(overrides, flags)
+        if root is None:
+            return _refuse(found)
+        plans.append("\n".join(plan(root)))
+    print("\n\n".join(plans))
     return 0
 
 
-def _inspect(arguments: Sequence[str]) -> tuple[RootConfig | None, list[Violation]]:
-    """The resolved tree, or everything that is wrong with it and with the world it would run in."""
-    from hydra._internal.utils import get_args_parser
+def _unknown_verb(verb: str) -> int:
+    from posttrain.config.base import nearest
 
-    flags = get_args_parser().parse_args(list(arguments))
-    return _inspect_one(flags.overrides, flags)
+    print(
+        f"posttrain: {verb!r} is no command; {nearest(verb, ['check', 'doctor', 'report'])} Training takes GROUP=OPTION and KEY=VALUE",
+        file=sys.stderr,
+    )
+    return REFUSED
 
 
 def _inspect_one(overrides: Sequence[str], flags: Any) -> tuple[RootConfig | None, list[Violation]]:
@@ -102,8 +112,7 @@ def _hydra(arguments: list[str]) -> None:
     from posttrain.config.store import register
 
     flags = get_args_parser().parse_args(arguments)
-    runs = not (flags.cfg or flags.info or flags.shell_completion or flags.hydra_help)
-    if runs:
+    if not (flags.info or flags.shell_completion or flags.hydra_help):
         for overrides in _jobs(flags):
             _require(overrides, flags)
     register()
@@ -130,8 +139,16 @@ def _jobs(flags: Any) -> list[list[str]]:
 
 
 def _require(overrides: Sequence[str], flags: Any) -> None:
-    root, found = _inspect_one(overrides, flags)
-    if root is None:
+    """Exit before anything starts when a job is refused. `--cfg` shows a configuration for another machine too, so only the
+    rules of the tree itself apply to it, and missing values are what it is there to show."""
+    if flags.cfg:
+        from posttrain.config.compose import compose_checked
+
+        _, found = compose_checked(overrides, config_dir=flags.config_dir, config_name=flags.config_name or "config")
+        found = [violation for violation in found if violation.value != "???"]
+    else:
+        _, found = _inspect_one(overrides, flags)
+    if found:
         sys.exit(_refuse(found))
 
 

@@ -96,7 +96,7 @@ def _data_violations(path: str, data: PromptEnvConfig) -> Iterator[Violation]:
                 f"{path}.{name}",
                 "(changed)",
                 f"is read only by the {kind} source, and this source is {data.kind}",
-                f"drop the {path}.{name}.* overrides",
+                f"drop the {path}.{name}.* overrides, or the experiment that sets them",
             )
     if data.kind == "arithmetic" and data.split == "held_out" and data.arithmetic.held_out_fraction == 0:
         yield Violation(f"{path}.arithmetic.held_out_fraction", 0.0, "leaves split=held_out without problems", "set it above 0, e.g. 0.15")
@@ -114,7 +114,7 @@ def _validation_violations(rl: GRPOConfig) -> Iterator[Violation]:
     if 0 < validation.temperature < 0.01:
         yield Violation(f"{path}.temperature", validation.temperature, "must be 0 (greedy) or at least 0.01", "set it to 0")
     if validation.temperature == 0:
-        for name in ("samples_per_prompt", "top_p", "top_k", "seed"):
+        for name in ("samples_per_prompt", "top_p", "top_k"):
             spec = next(s for s in validation.__dataclass_fields__.values() if s.name == name)
             if getattr(validation, name) != default_of(spec):
                 yield Violation(
@@ -150,3 +150,14 @@ def _leak_violations(rl: GRPOConfig) -> Iterator[Violation]:
                 f"must equal rl.data.arithmetic.held_out_fraction={trained}, or training sees held-out problems",
                 "set both alike",
             )
+
+
+def repeated_prompts(num_prompts: int, *, available: int) -> Iterator[Violation]:
+    """A held-out set larger than its source would count some prompts twice."""
+    if num_prompts > available:
+        yield Violation(
+            "rl.validation.num_prompts",
+            num_prompts,
+            f"exceeds the {available} prompts of rl.validation.data, so some would count twice",
+            f"set it to at most {available}",
+        )

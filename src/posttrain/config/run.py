@@ -93,7 +93,7 @@ class ValidationConfig:
     max_tokens: int | None = bounded(None, ge=1)
     """Completion budget; null takes `rollout.max_tokens`."""
     seed: int = 0
-    """Seeds sampling at a temperature above 0; the same in every evaluation of a run."""
+    """Orders a generated held-out source and seeds sampling above temperature 0; the same in every evaluation of a run."""
     reward: str = ""
     """Provider key; empty takes `rl.reward`."""
     data: PromptEnvConfig = field(default_factory=lambda: PromptEnvConfig(split="held_out"))

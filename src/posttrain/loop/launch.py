@@ -12,10 +12,10 @@ import torch
 from posttrain.algorithm.primitives.objective import ModelContext, Objective, ObjectiveBuilder
 from posttrain.config import GRPOConfig, HFRolloutConfig, RootConfig, VLLMRolloutConfig, resolve_data_seed, resolve_precision
 from posttrain.config.model import HFModelConfig, NativePolicyBuildSpec
-from posttrain.config.rules import cautions
+from posttrain.config.rules import cautions, repeated_prompts
 from posttrain.config.run import Precision
 from posttrain.data.build import build_prompt_source
-from posttrain.errors import ConfigError, ModelError, Violation
+from posttrain.errors import ConfigError, ModelError
 from posttrain.loop.held_out import HeldOut
 from posttrain.loop.online import OnlineLoop, OnlineParts
 from posttrain.model.build import build_model, model_identity
@@ -111,17 +111,9 @@ def _parts(
         )
         scorer = _rewards(rl, validation.reward, stack) if validation.reward and validation.reward != rl.reward else rewards
         prompts = source.draw(validation.num_prompts)
-        if source.cursor().epoch > 0 and source.cursor().index > 0:
-            raise ConfigError(
-                [
-                    Violation(
-                        "rl.validation.num_prompts",
-                        validation.num_prompts,
-                        "exceeds the held-out source, so prompts would repeat",
-                        f"set it to at most {validation.num_prompts - source.cursor().index}",
-                    )
-                ]
-            )
+        distinct = len({prompt.id.rpartition("@")[0] for prompt in prompts})
+        if distinct < validation.num_prompts:
+            raise ConfigError(list(repeated_prompts(validation.num_prompts, available=distinct)))
         held_out = HeldOut(
             validation,
             prompts=prompts,
@@ -220,7 +212,7 @@ def _header(root: RootConfig, rl: GRPOConfig, objective: Objective) -> RunHeader
         algorithm=root.algorithm.name,
         model=model_identity(root.model),
         seed=rl.seed,
-        device="cuda" if torch.cuda.is_available() else "cpu",
+        device=torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         details={
             "objective": describe_objective(objective),
             "batch": batch,

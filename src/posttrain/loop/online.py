@@ -56,6 +56,7 @@ class OnlineLoop:
         self._publish(verify=True)
         if self._rl.validation.at_start:
             self._evaluate()
+        self._parts.tracker.ready()
         for step in range(1, self._rl.max_steps + 1):
             self._step(step)
         return self._score

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
+import torch
+
 from posttrain.config.model import HFModelConfig, ModelConfig, NativePolicyBuildSpec
 from posttrain.config.run import Precision, resolved_dtype
 from posttrain.errors import ModelError
@@ -39,7 +41,7 @@ def build_model(config: ModelConfig, *, precision: Precision) -> BuiltModel:
         built = builder(dict(config.model_config), dtype=precision.master)
     else:
         raise ModelError(f"model is a {type(config).__name__}, which nothing builds")
-    built.module.eval()
+    built.module.to(torch.device("cuda" if torch.cuda.is_available() else "cpu")).eval()
     return built
 
 

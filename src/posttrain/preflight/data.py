@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from posttrain.config import PromptEnvConfig, RunConfig
+from posttrain.config.rules import repeated_prompts
 from posttrain.errors import Violation
 from posttrain.preflight.facts import SourceFacts
 from posttrain.preflight.generated import arithmetic_facts, reasoning_gym_facts
@@ -23,6 +24,9 @@ def inspect_sources(rl: RunConfig, *, installed: Installed) -> tuple[list[Violat
         found += violations
         if known is not None:
             facts[path] = known
+    held_out = facts.get("rl.validation.data")
+    if held_out is not None and held_out.rows is not None:
+        found += repeated_prompts(rl.validation.num_prompts, available=held_out.rows)
     return found, facts
 
 

@@ -34,6 +34,8 @@ class SourceFacts:
     conversation: tuple[str, str] | None
     """Key and reason why prompts are conversations; None when they are raw text or nobody knows."""
     longest: tuple[LongPrompt, ...] = ()
+    rows: int | None = None
+    """Prompts in one epoch; None when only opening the source would tell."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,9 +25,10 @@ def arithmetic_facts(path: str, data: PromptEnvConfig) -> tuple[list[Violation],
     count = node.high - node.low + 1
     if count < 1 or not node.operators or data.split not in ("train", "held_out") or any(op not in "+-*" for op in node.operators):
         return [], None  # refused by the node itself
+    rows = None
     if count**2 * len(node.operators) <= COUNTED:
         try:
-            ArithmeticCorpus(node, split=data.split)
+            rows = len(ArithmeticCorpus(node, split=data.split))
         except DataError:
             share = node.held_out_fraction
             rule = f"leaves split={data.split} without problems: none of {node.low}..{node.high} falls into it at held_out_fraction={share}"
@@ -37,7 +38,7 @@ def arithmetic_facts(path: str, data: PromptEnvConfig) -> tuple[list[Violation],
     content: PromptContent = ({"role": "user", "content": text},) if node.chat else text
     conversation = (f"{key}.chat", f"{key}.chat=true asks in a user turn") if node.chat else None
     longest = (LongPrompt(f"{key}.template", node.template, f"the question {text[:60]!r}", content),)
-    return [], SourceFacts(ARITHMETIC_COLUMNS, complete=True, conversation=conversation, longest=longest)
+    return [], SourceFacts(ARITHMETIC_COLUMNS, complete=True, conversation=conversation, longest=longest, rows=rows)
 
 
 def reasoning_gym_facts(path: str, data: PromptEnvConfig, *, installed: Installed) -> tuple[list[Violation], SourceFacts | None]:
@@ -56,7 +57,7 @@ def reasoning_gym_facts(path: str, data: PromptEnvConfig, *, installed: Installe
     ]
     conversation = (f"{key}.dataset", "reasoning-gym questions are asked in a user turn")
     # Whether a reference exists depends on the data set, which only the library itself can tell.
-    return found, SourceFacts(REASONING_COLUMNS, complete=True, conversation=conversation)
+    return found, SourceFacts(REASONING_COLUMNS, complete=True, conversation=conversation, rows=node.size)
 
 
 def dataset_names() -> frozenset[str]:

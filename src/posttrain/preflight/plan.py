@@ -50,7 +50,7 @@ def _rows(root: RootConfig) -> Iterator[tuple[str, str]]:
         how = ", autocast" if precision.autocast else ""
         yield "precision", f"computes in {precision.param}, keeps {precision.master}, sends {precision.transfer}{how}"
     yield "validation", _validation(root)
-    yield "devices", f"{root.grid.backend} process, GPU if there is one" if root.grid.backend == "local" else root.grid.backend
+    yield "devices", "this process; the policy on the first GPU if there is one" if root.grid.backend == "local" else root.grid.backend
 
 
 def _algorithm(root: RootConfig, rl: GRPOConfig) -> str:

@@ -45,7 +45,8 @@ class ConsoleState:
         if reward is not None:
             self.rewards.append(reward)
         if seconds is not None:
-            self.step_seconds.append(seconds)
+            # evaluations come rarely: what is left is mostly plain steps
+            self.step_seconds.append(seconds - (record.metrics.get("time/validate_s") or 0.0))
 
     def value(self, key: str) -> float | None:
         return self.last.metrics.get(key) if self.last is not None else None

@@ -140,6 +140,13 @@ class Tracker:
             self.finish("failed")
         self.close()
 
+    def ready(self) -> None:
+        """Start-up is over: record what it took, and start the clock of the first step."""
+        phases = self._clock.take()
+        now = self._now()
+        self.event("ready", seconds=round(now - self._started_at, 3), phases={name: round(value, 3) for name, value in phases.items()})
+        self._step_started_at = now
+
     # ---------------------------------------------------------------------------------------------------------- records
 
     @contextmanager
