@@ -112,8 +112,11 @@ def main() -> None:
             place = Path(scratch) / str(repeat)
             place.mkdir()
             outcomes.setdefault("trl", []).append(run_trl(options, model=model, data=data, scratch=place))
+            print("trl", outcomes["trl"][-1], file=sys.stderr, flush=True)
             for rollout in options.rollout:
-                outcomes.setdefault(f"posttrain {rollout}", []).append(run_posttrain(options, rollout=rollout, data=data, scratch=place))
+                outcome = run_posttrain(options, rollout=rollout, data=data, scratch=place)
+                outcomes.setdefault(f"posttrain {rollout}", []).append(outcome)
+                print(rollout, outcome, file=sys.stderr, flush=True)
     report(options, outcomes)
 
 

@@ -33,7 +33,7 @@ class HeldOut:
             for prompt in prompts
         ]
 
-    def evaluate(self, model_step: int) -> float:
+    def evaluate(self, model_step: int, *, step: int) -> float:
         """Mean reward over all held-out completions under the engine's committed weights."""
         scored = self._rewards.score(self._engine.generate(self._requests))
         for failure in scored.failures:
@@ -54,5 +54,5 @@ class HeldOut:
             "val/response_len_mean": sum(len(completion.token_ids) for completion in completions) / len(completions),
             "val/truncated_frac": sum(completion.finish_reason == "length" for completion in completions) / len(completions),
         }
-        self._tracker.validation(model_step, metrics=metrics, groups=scored.groups, token_texts=self._token_texts)
+        self._tracker.validation(model_step, step=step, metrics=metrics, groups=scored.groups, token_texts=self._token_texts)
         return accuracy

@@ -55,7 +55,7 @@ class OnlineLoop:
         """
         self._publish(verify=True)
         if self._rl.validation.at_start:
-            self._evaluate()
+            self._evaluate(0)
         self._parts.tracker.ready()
         for step in range(1, self._rl.max_steps + 1):
             self._step(step)
@@ -82,7 +82,7 @@ class OnlineLoop:
         if result.rejection is None:
             merge_metrics(metrics, self._publish(verify=step == 1))
             if self._evaluation_due(step):
-                self._evaluate()
+                self._evaluate(step)
         merge_metrics(metrics, self._process_metrics())
         tracker.samples(step, groups=groups, token_texts=parts.token_texts, token_logprobs=result.token_logprobs)
         tracker.step(step, model_step=result.model_step, metrics={name: metric.value for name, metric in sorted(metrics.items())})
@@ -113,11 +113,11 @@ class OnlineLoop:
         crossed = validation.every > 0 and self._parts.trainer.model_step // validation.every > self._evaluated_at // validation.every
         return crossed or (validation.at_end and step == self._rl.max_steps)
 
-    def _evaluate(self) -> None:
+    def _evaluate(self, step: int) -> None:
         if self._parts.held_out is None:
             return
         with self._parts.tracker.phase("validate"):
-            self._score = self._parts.held_out.evaluate(self._parts.trainer.model_step)
+            self._score = self._parts.held_out.evaluate(self._parts.trainer.model_step, step=step)
         self._evaluated_at = self._parts.trainer.model_step
 
     def _process_metrics(self) -> dict[str, Metric]:

@@ -222,6 +222,7 @@ class Tracker:
         model_step: int,
         *,
         metrics: Mapping[str, float],
+        step: int | None = None,
         groups: Sequence[ScoredGroup] = (),
         token_texts: TokenTexts | None = None,
     ) -> None:
@@ -229,10 +230,12 @@ class Tracker:
 
         Args:
             metrics: `val/...` keys; `val/accuracy` is the headline.
+            step: the collected batch it follows, when that step's own line is not written yet; None is the last written one.
         """
-        record = self._record(self._step, model_step=model_step, metrics={key: float(value) for key, value in metrics.items()})
+        after = self._step if step is None else step
+        record = self._record(after, model_step=model_step, metrics={key: float(value) for key, value in metrics.items()})
         self._held_out.append(record)
-        self.event("validation", step=self._step, model_step=model_step, metrics=record.metrics)
+        self.event("validation", step=after, model_step=model_step, metrics=record.metrics)
         if groups and self._config.samples_every > 0:
             self._write_groups(
                 f"validation_{model_step:05d}.jsonl",

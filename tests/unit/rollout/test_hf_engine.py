@@ -84,3 +84,11 @@ def test_repetition_penalty_reaches_prompt_and_completion() -> None:
     ids = group.completions[0].token_ids
     positive = [t for t in ids if t in request.prompt.token_ids]
     assert len(set(ids)) == len(ids) and not positive
+
+
+def test_ignore_eos_samples_on_to_the_budget() -> None:
+    policy = tiny_policy()
+    request = RolloutRequest(prompt(policy, 0, "hello"), 64, SamplingParams(40, ignore_eos=True), seed=3)
+    (group,) = engine(policy).generate([request])
+    assert all(len(c.token_ids) == 40 and c.finish_reason == "length" for c in group.completions)
+    assert any(token in policy.eos_ids for c in group.completions for token in c.token_ids[:-1])

@@ -340,3 +340,31 @@ def test_use_out_of_order_is_refused(tmp_path: Path) -> None:
 def test_the_synthetic_advantages_are_group_relative() -> None:
     group, _ = a_group()
     assert train_group(group.scored).advantages == (1.0, -1.0)
+
+
+def test_an_evaluation_inside_a_step_belongs_to_that_step(tmp_path: Path) -> None:
+    tracker = tracker_in(tmp_path)
+    tracker.start(RunHeader(algorithm="grpo", model="tiny"))
+    tracker.validation(0, metrics={"val/accuracy": 0.25})
+    tracker.ready()
+    tracker.validation(1, step=1, metrics={"val/accuracy": 0.5})
+    tracker.step(1, model_step=1, metrics={"reward/mean": 0.1})
+    tracker.close()
+    assert [(event["step"], event["model_step"]) for event in events(tmp_path, "validation")] == [(0, 0), (1, 1)]
+    (line,) = lines(tmp_path / "metrics.jsonl")
+    assert line["val/accuracy"] == 0.5
+
+
+def test_start_up_does_not_count_as_the_first_step(tmp_path: Path) -> None:
+    clock = FakeClock()
+    tracker = tracker_in(tmp_path, clock=clock)
+    tracker.start(RunHeader(algorithm="grpo", model="tiny"))
+    with tracker.phase("load"):
+        clock.advance(40)
+    tracker.ready()
+    clock.advance(2)
+    tracker.step(1, model_step=1, metrics={})
+    tracker.close()
+    (line,) = lines(tmp_path / "metrics.jsonl")
+    assert line["time/step_s"] == 2 and "time/load_s" not in line
+    assert events(tmp_path, "ready")[0]["phases"] == {"load": 40}
