@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -47,12 +47,6 @@ class BuiltModel:
     directory: Path | None
     """A Hugging Face directory with the same configuration and tokenizer, for engines that load from disk; None when the
     builder made the model in memory."""
-
-
-class NamedWeights(Protocol):
-    """The single converter from a trainer's parameters to Hugging Face checkpoint names."""
-
-    def __call__(self) -> Iterator[tuple[str, torch.Tensor]]: ...
 
 
 def special_ids(tokenizer: Any) -> Sequence[int]:
