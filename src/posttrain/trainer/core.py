@@ -63,12 +63,18 @@ class Trainer:
         return StepResult(self.model_step, applied, rejection, metrics, logprobs)
 
     def _micro_batches(self, window: Sequence[TrainSample]) -> list[PolicyBatch]:
-        """Samples without an advantage come last, so that micro-batches made of nothing else skip their backward pass. The
-        order inside a window is free: its gradient is a sum."""
-        ordered = sorted(window, key=lambda sample: sample.advantage == 0)
+        """Samples without an advantage are kept apart, so that micro-batches made of nothing else skip their backward pass.
+
+        The order inside a window is free, since its gradient is a sum; micro-batches of different sizes are free only where
+        the objective reports its weights (a MEAN is one of equally large micro-batches).
+        """
+        parts = [[s for s in window if s.advantage != 0], [s for s in window if s.advantage == 0]]
+        if self._objective.reduction is Reduction.MEAN:
+            parts = [parts[0] + parts[1]]
         return [
-            pack(ordered[i : i + self._micro_batch], pad_id=self._policy.pad_id).to(self._policy.device)
-            for i in range(0, len(ordered), self._micro_batch)
+            pack(part[i : i + self._micro_batch], pad_id=self._policy.pad_id).to(self._policy.device)
+            for part in parts
+            for i in range(0, len(part), self._micro_batch)
         ]
 
     def _window(

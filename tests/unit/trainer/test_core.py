@@ -240,10 +240,12 @@ def test_micro_batches_without_signal_skip_the_backward_and_change_nothing() -> 
     tied = groups[0]
     groups[0] = replace(tied, advantages=(0.0,) * len(tied.advantages))
     loss = objective(logprob_dtype="float64", batch_per_replica=16)
-    together = gradient(policy, micro_batch=16, groups=groups, objective=loss)
-    apart = gradient(policy, micro_batch=8, groups=groups, objective=loss)
-    assert float((together - apart).norm() / together.norm()) <= 1e-12
-    trainer = Trainer(OptimizerConfig(lr=0.0), policy=policy, objective=loss, mini_batch=16, micro_batch=8)
+    every = gradient(policy, micro_batch=1, groups=groups, objective=loss)
+    for micro_batch in (2, 8, 16):
+        split = gradient(policy, micro_batch=micro_batch, groups=groups, objective=loss)
+        assert float((split - every).norm() / every.norm()) <= 1e-12
+    # the tied group is a micro-batch of its own even where both would fit into one
+    trainer = Trainer(OptimizerConfig(lr=0.0), policy=policy, objective=loss, mini_batch=16, micro_batch=16)
     assert trainer.train_step(groups).metrics["train/skipped_backward_frac"].value == 0.5
 
 
