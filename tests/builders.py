@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from posttrain.algorithm.annotators.advantage import annotate
+from posttrain.algorithm.annotators.group import GroupAnnotator, GroupRelative
 from posttrain.algorithm.grpo import build_objective
 from posttrain.algorithm.primitives.objective import ModelContext, Objective
 from posttrain.config import GRPOConfig, HFRolloutConfig, Precision
@@ -19,13 +19,11 @@ from posttrain.rollout.hf_engine import HFEngine
 FP32 = Precision("float32", "float32", "float32", False)
 
 
-def tiny_policy(
-    *, dtype: torch.dtype = torch.float32, share_prompts: bool = True, precision: Precision = FP32, **sizes: object
-) -> CausalPolicy:
+def tiny_policy(*, dtype: torch.dtype = torch.float32, pack: bool = True, precision: Precision = FP32, **sizes: object) -> CausalPolicy:
     """The seeded tiny model; float64 for exactness tests."""
     built = tiny.build(dict(sizes), dtype="float32")
     built.module.to(dtype).eval()
-    return CausalPolicy(built, precision=precision, share_prompts=share_prompts)
+    return CausalPolicy(built, precision=precision, pack=pack)
 
 
 def exact_policy() -> CausalPolicy:
@@ -77,7 +75,7 @@ def train_groups(rollouts: Sequence[RolloutGroup], *, seed: int = 0) -> list[Tra
         rewards = torch.randint(0, 2, (len(rollout.completions),), generator=generator).tolist()
         rewards[:2] = [1, 0]
         scored = ScoredGroup(rollout, tuple(Score(float(reward)) for reward in rewards), spread=1.0)
-        groups.append(annotate(scored, unbiased=False))
+        groups.append(GroupAnnotator(GroupRelative(False))(scored))
     return groups
 
 

@@ -10,10 +10,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    import numpy as np
 
 Message = Mapping[str, object]
 """One chat turn: a string `role` and a `content`."""
+
+SPREAD_TOLERANCE = 1e-9
+"""Rewards closer than this tie: the group carries no signal and its advantages are exactly zero."""
+
+Advantage = float | tuple[float, ...]
+"""Of one completion: one number for all its tokens, or one per token."""
 
 FinishReason = Literal["stop", "length"]
 """`stop`: the model ended the completion itself; `length`: it was cut at the token budget."""
@@ -51,6 +60,8 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     ignore_eos: bool = False
     """Sample on past the end-of-sequence token, up to the budget."""
+    top_tokens: int = 0
+    """Record this many of the most likely tokens at every position."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +72,26 @@ class RolloutRequest:
     group_size: int
     sampling: SamplingParams
     seed: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TopTokens:
+    """The k most likely tokens of the sampler's own distribution at each of T positions. Arrays, because they are k times the
+    size of the completion; full precision, because a rounded head would make an identical trainer look different."""
+
+    ids: np.ndarray
+    """int32 [T, k]."""
+    logprobs: np.ndarray
+    """float32 [T, k], in nats."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, TopTokens) and self._bytes() == other._bytes()
+
+    def __hash__(self) -> int:
+        return hash(self._bytes())
+
+    def _bytes(self) -> tuple[tuple[int, ...], bytes, bytes]:
+        return self.ids.shape, self.ids.tobytes(), self.logprobs.tobytes()
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +108,16 @@ class Completion:
     """The committed version of the weights that produced every token."""
     text: str
     """Decoded answer without special tokens: what a reward reads."""
+    top: TopTokens | None = None
+    """The most likely tokens at every position; None unless the request asked for them."""
 
     def __post_init__(self) -> None:
         if len(self.token_ids) != len(self.logprobs):
             raise ValueError(
                 f"a completion needs one logprob per token; got {len(self.token_ids)} tokens and {len(self.logprobs)} logprobs"
             )
+        if self.top is not None and len(self.top.ids) != len(self.token_ids):
+            raise ValueError(f"a completion of {len(self.token_ids)} tokens came with top tokens of {len(self.top.ids)} positions")
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,11 +152,16 @@ class ScoredGroup:
     rollout: RolloutGroup
     scores: tuple[Score, ...]
     spread: float
-    """max - min of the totals: the one owner of "informative"."""
+    """max - min of the totals."""
 
     def __post_init__(self) -> None:
         if len(self.scores) != len(self.rollout.completions):
             raise ValueError(f"group {self.rollout.prompt.id!r}: {len(self.rollout.completions)} completions but {len(self.scores)} scores")
+
+    @property
+    def informative(self) -> bool:
+        """Whether the rewards differ, so that the group has an advantage: the one owner of the word."""
+        return self.spread > SPREAD_TOLERANCE
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,14 +169,15 @@ class TrainGroup:
     """A scored group, annotated on the complete group and ready to be split over batches."""
 
     scored: ScoredGroup
-    advantages: tuple[float, ...]
-    """One per completion."""
+    advantages: tuple[Advantage, ...]
+    """One per completion: a number, or one number per token."""
     loss_masks: tuple[tuple[bool, ...], ...]
     """One flag per completion token; False leaves the token out of the loss and of its denominator."""
 
     def __post_init__(self) -> None:
         lengths = [len(completion.token_ids) for completion in self.scored.rollout.completions]
-        if len(self.advantages) != len(lengths) or [len(mask) for mask in self.loss_masks] != lengths:
+        per_token = [len(a) if isinstance(a, tuple) else n for a, n in zip(self.advantages, lengths, strict=False)]
+        if len(self.advantages) != len(lengths) or per_token != lengths or [len(mask) for mask in self.loss_masks] != lengths:
             raise ValueError(
                 f"group {self.scored.rollout.prompt.id!r}: advantages and loss masks must match completions of lengths {lengths}"
             )

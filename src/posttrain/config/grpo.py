@@ -1,44 +1,38 @@
-"""`rl.*` of the GRPO family: every field of the contract, its derived sizes and the rules within the node."""
+"""`rl.*` of the GRPO family: every field of the contract and its derived sizes. Rules within the node: `grpo_rules`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
+from fractions import Fraction
+from math import ceil
 
-from posttrain.config.base import bounded, choice, default_of, pending
+from posttrain.config.base import bounded, choice, pending
 from posttrain.config.run import HFRunConfig, RefConfig
 from posttrain.errors import Violation
-
-CLIPPED_ONLY = (
-    "temperature",
-    "loss_type",
-    "logprob_dtype",
-    "epsilon_low",
-    "epsilon_high",
-    "lower_bound_ratio",
-    "certified_deterministic_forward",
-)
-"""Settings the `legacy_pg` loss never reads."""
 
 
 @dataclass
 class GRPORefConfig(RefConfig):
     """The KL anchor of GRPO."""
 
-    model_dir: str | None = pending(None)
-    """Build the frozen reference from this directory instead of the policy's own checkpoint."""
+    model_dir: str | None = None
+    """Build the frozen reference from this directory instead of the policy's own checkpoint, e.g. to keep the original anchor
+    when the policy starts from a later save."""
 
 
 @dataclass
 class ScoreCenteringConfig:
     """Centering of the policy gradient under the sampler's distribution."""
 
-    enabled: bool = pending(False)
-    top_k: int = pending(128)
-    compose: str = choice("none", "tis", "mis", pending=True)
-    tis_clip: float = pending(2.0)
-    mis_low: float = pending(0.5)
-    mis_high: float = pending(5.0)
+    enabled: bool = False
+    top_k: int = bounded(128, ge=1)
+    """Head tokens the sampler reports at every position; the tail is taken proportional to the trainer's."""
+    compose: str = choice("none", "tis", "mis")
+    """Importance weight f of p/q: `none` is 1, `tis` truncates at `tis_clip`, `mis` masks outside [mis_low, mis_high]."""
+    tis_clip: float = bounded(2.0, ge=1.0)
+    mis_low: float = bounded(0.5, gt=0.0, le=1.0)
+    mis_high: float = bounded(5.0, ge=1.0)
 
 
 @dataclass
@@ -73,18 +67,28 @@ class GRPOConfig(HFRunConfig):
     """Upper clip bound 1 + epsilon_high of the ratio; negative disables that side."""
     lower_bound_ratio: float = bounded(3.0, ge=0.0)
     """Dual clip (arXiv 1912.09729): bound on the ratio where the advantage is negative; 0 disables it."""
-    importance_sampling_level: str = choice("token", "sequence", pending=True)
-    """One ratio per token, or one per response (GSPO, arXiv 2507.18071)."""
-    kl_beta: float = pending(0.0)
-    """Weight of the KL penalty against the frozen reference."""
-    kl_coeff_clamp: float | None = pending(None)
+    importance_sampling_level: str = choice("token", "sequence")
+    """One ratio per token, or one per response: exp of its mean token log-ratio (GSPO, arXiv 2507.18071)."""
+    kl_beta: float = bounded(0.0, ge=0.0)
+    """Weight of the k3 penalty that pulls every trained token towards the frozen reference; needs `ref.build_ref`."""
+    kl_coeff_clamp: float | None = bounded(None, gt=0.0, lt=20.0)
+    """Nats at which the penalty's gradient coefficient stops growing; the value stays exact. Null keeps the exact gradient, which
+    one token can dominate; 5.0 is a good bound."""
     ref: GRPORefConfig = field(default_factory=GRPORefConfig)  # pyright: ignore[reportIncompatibleVariableOverride]
     unbiased_advantage: bool = False
     """False divides by the group's standard deviation; true only subtracts the mean."""
-    use_rollout_logprobs_for_loss: bool = pending(False)
-    min_filter_prefix_tokens: int | None = pending(None)
-    mask_truncated_completions: bool = pending(False)
-    recipe_guard_severity: str = choice("warn", "error", pending=True)
+    advantage_estimator: str = ""
+    """Dotted path of a module-level `(group: ScoredGroup) -> sequence of advantages`; empty takes the group-relative estimate."""
+    use_rollout_logprobs_for_loss: bool = False
+    """Take the sampler's log-probabilities for the old policy's instead of computing them again with the trainer."""
+    min_filter_prefix_tokens: int | None = bounded(None, ge=1)
+    """Leave out of the loss a prefix of at least this many tokens that members of one group share although their rewards
+    differ."""
+    mask_truncated_completions: bool = False
+    """Leave completions cut at the token budget out of the loss (DAPO's overlong filtering); their rewards still count in the
+    group's statistics."""
+    recipe_guard_severity: str = choice("warn", "error")
+    """Whether pairings of settings that are honoured but rarely meant are warned about or refused."""
     score_centering: ScoreCenteringConfig = field(default_factory=ScoreCenteringConfig)
     mu_iterations: int = 1
     """Must be 1: reuse of a batch is expressed by `mini_batch_per_replica`."""
@@ -100,13 +104,23 @@ class GRPOConfig(HFRunConfig):
     """Completions per optimizer step; divides the batch. 0 takes the whole batch."""
     micro_batch_per_replica: int = bounded(0, ge=0)
     """Completions per forward and backward; divides the mini-batch. 0 takes one chunk. Changes memory, never the update."""
-    min_informative_groups: int = pending(0)
-    min_informative_groups_frac: float | None = pending(None)
-    dynamic_sampling_max_extra_rollouts: int = pending(4)
-    dynamic_sampling_refill_mode: str = choice("all", "short_cells", pending=True)
-    dynamic_sampling_quota_scope: str = choice("cell", "pooled", pending=True)
-    dynamic_sampling_refill_dispatch: str = choice("per_round", "whole_budget", pending=True)
-    dynamic_sampling_on_budget_exhausted: str = choice("raise", "proceed", pending=True)
+    micro_batch_tokens: int = bounded(0, ge=0)
+    """Instead of a count: at most this many prompt and completion tokens per forward, balanced over the micro-batches. 0 is off."""
+    min_informative_groups: int = bounded(0, ge=0)
+    """Dynamic sampling (DAPO, arXiv 2503.14476, sec. 3.2): keep drawing until this many groups of the step have rewards that
+    differ. 0 is off."""
+    min_informative_groups_frac: float | None = bounded(None, gt=0.0, le=1.0)
+    """The same quota as a share of the groups of a step, which survives a change of batch layout; 1.0 is full DAPO."""
+    dynamic_sampling_max_extra_rollouts: int = bounded(4, ge=1)
+    """Extra rounds of drawing per step."""
+    dynamic_sampling_refill_mode: str = choice("all", "short_cells")
+    """Whether every data cell refills in a round, or only those short of informative groups."""
+    dynamic_sampling_quota_scope: str = choice("cell", "pooled")
+    """Whether every data cell must fill its share of the quota, or the assembled batch the whole of it."""
+    dynamic_sampling_refill_dispatch: str = choice("per_round", "whole_budget")
+    """One round per generation call, or all remaining rounds in one."""
+    dynamic_sampling_on_budget_exhausted: str = choice("raise", "proceed")
+    """End the run when the rounds are spent and the quota is short, or train on tied groups as filler."""
     data_seed_follows_rollout_seed: bool = False
     """Order prompts with `rollout.seed` instead of `rl.seed`."""
     reward: str = "arithmetic"
@@ -156,73 +170,26 @@ class GRPOConfig(HFRunConfig):
 
     @property
     def effective_min_informative_groups(self) -> int:
-        """The quota of informative groups that collection enforces; 0 is off."""
-        return self.min_informative_groups
+        """The quota of informative groups that collection enforces; 0 is off.
+
+        The share is read as the nearest rational with a denominator up to 10^6 before it is rounded up, so that 0.14 of 50
+        groups is 7 although the product of the floats is a little more.
+        """
+        if self.min_informative_groups_frac is None:
+            return self.min_informative_groups
+        share = Fraction(self.min_informative_groups_frac).limit_denominator(10**6)
+        return max(1, ceil(share * self.groups_per_step))
 
     def violations(self, path: str) -> Iterator[Violation]:
-        yield from self._sizing_violations(path)
-        for name, why, use in (
-            ("grad_accum", "GRPO draws one batch per step", f"use {path}.micro_batch_per_replica"),
-            ("mu_iterations", "reuse of a batch is expressed by mini-batches", f"use {path}.mini_batch_per_replica"),
-        ):
-            if getattr(self, name) != 1:
-                yield Violation(f"{path}.{name}", getattr(self, name), f"must be 1: {why}", use)
-        if self.grpo_surrogate == "legacy_pg":
-            yield from self._legacy_violations(path)
-        elif self.n_mini > 1 and not self.certified_deterministic_forward:
-            yield Violation(
-                f"{path}.certified_deterministic_forward",
-                False,
-                f"must be true when a frozen old policy is cached over n_mini={self.n_mini} optimizer steps",
-                f"set it, or leave {path}.mini_batch_per_replica at the whole batch",
-            )
-        elif self.n_mini == 1 and self.certified_deterministic_forward:
-            yield Violation(
-                f"{path}.certified_deterministic_forward", True, "is read only with n_mini > 1", f"set {path}.mini_batch_per_replica"
-            )
-        if self.lower_bound_ratio != 0 and self.lower_bound_ratio <= 1:
-            yield Violation(f"{path}.lower_bound_ratio", self.lower_bound_ratio, "must be > 1, or 0 for off", "the paper uses 3.0")
-        if self.epsilon_low >= 1:
-            yield Violation(
-                f"{path}.epsilon_low", self.epsilon_low, "must be < 1: the ratio is positive", "use a negative value to disable"
-            )
+        from posttrain.config.grpo_rules import violations
 
-    def _sizing_violations(self, path: str) -> Iterator[Violation]:
-        batch, group, mini, micro = self.batch_per_replica, self.group_size, self.mini_batch_per_replica, self.micro_batch_per_replica
-        if group >= 1 and (batch < 1 or batch % group):
-            near = max(group, batch // group * group)
-            yield Violation(
-                f"{path}.batch_per_replica",
-                batch,
-                f"must be a positive multiple of {path}.group_size={group}",
-                f"set {path}.batch_per_replica={near}",
-            )
-        if mini > 0 and batch % mini:
-            yield Violation(
-                f"{path}.mini_batch_per_replica", mini, f"must divide {path}.batch_per_replica={batch}", "0 takes the whole batch"
-            )
-        span = mini or batch
-        if micro > 0 and span % micro:
-            yield Violation(
-                f"{path}.micro_batch_per_replica", micro, f"must divide the mini-batch of {span} completions", "0 takes one chunk"
-            )
+        return violations(self, path)
 
-    def _legacy_violations(self, path: str) -> Iterator[Violation]:
-        for spec in fields(self):
-            if spec.name in CLIPPED_ONLY and getattr(self, spec.name) != default_of(spec):
-                yield Violation(
-                    f"{path}.{spec.name}",
-                    getattr(self, spec.name),
-                    "is never read by grpo_surrogate=legacy_pg",
-                    f"leave it at {default_of(spec)!r} or set {path}.grpo_surrogate=clipped",
-                )
-        if self.n_mini > 1:
-            yield Violation(
-                f"{path}.mini_batch_per_replica",
-                self.mini_batch_per_replica,
-                "legacy_pg has no importance ratio, so it takes one optimizer step per batch",
-                "set it to 0",
-            )
+    def cautions(self, path: str) -> Iterator[str]:
+        """Settings that are honoured as written and deserve a word."""
+        from posttrain.config.grpo_rules import cautions
+
+        return cautions(self, path)
 
 
 def resolve_data_seed(rl: GRPOConfig, rollout_seed: int | None) -> int:

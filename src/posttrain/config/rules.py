@@ -22,6 +22,7 @@ def cross_violations(root: RootConfig) -> Iterator[Violation]:
         yield from precision_violations(root.rl, root.model.dtype, sharded=False)
         yield from _engine_violations(root, root.model)
     yield from _sampling_violations(root.rl, root.rollout)
+    yield from _collection_violations(root)
     yield from _data_violations("rl.data", root.rl.data)
     yield from _validation_violations(root.rl)
     if root.rl.data_seed_follows_rollout_seed and root.rollout.seed is None:
@@ -31,6 +32,9 @@ def cross_violations(root: RootConfig) -> Iterator[Violation]:
 def cautions(root: RootConfig) -> Iterator[str]:
     """Settings that are honoured and deserve a word at the start."""
     rl = root.rl
+    if isinstance(rl, GRPOConfig):
+        yield from rl.cautions("rl")
+        yield from _width_cautions(root, rl)
     if not rl.optimizer.force_finite_grads:
         yield "rl.optimizer.force_finite_grads=false: a gradient that is not finite will be applied (a non-finite loss is still refused)"
     if isinstance(rl, GRPOConfig) and rl.data.shuffle and rl.seed == 0 and root.rollout.seed and not rl.data_seed_follows_rollout_seed:
@@ -58,6 +62,14 @@ def _sampling_violations(rl: GRPOConfig, rollout: RolloutConfig) -> Iterator[Vio
         yield Violation(
             "rollout.temperature", temperature, "must be 1.0 with grpo_surrogate=legacy_pg, which scores untempered logits", "set it to 1.0"
         )
+    elif rl.use_rollout_logprobs_for_loss and temperature != 1.0:
+        yield Violation(
+            "rl.use_rollout_logprobs_for_loss",
+            True,
+            f"needs rollout.temperature=rl.temperature=1.0 (they are {temperature}): the sampler's log-probabilities are taken as the "
+            "old policy's as they are",
+            "set both temperatures to 1.0",
+        )
     for name, off in (("top_p", 1.0), ("top_k", 0), ("repetition_penalty", 1.0)):
         if getattr(rollout, name) != off:
             yield Violation(
@@ -66,6 +78,50 @@ def _sampling_violations(rl: GRPOConfig, rollout: RolloutConfig) -> Iterator[Vio
                 f"must be {off}: on-policy training scores the full softmax, not a warped one",
                 f"set rollout.{name}={off}",
             )
+
+
+def _collection_violations(root: RootConfig) -> Iterator[Violation]:
+    rl = root.rl
+    if not isinstance(rl, GRPOConfig):
+        return
+    cells = root.grid.num_replicas
+    for name, off in (("dynamic_sampling_refill_mode", "all"), ("dynamic_sampling_quota_scope", "cell")):
+        if cells == 1 and rl.effective_min_informative_groups and getattr(rl, name) != off:
+            yield Violation(
+                f"rl.{name}",
+                getattr(rl, name),
+                "distinguishes between data cells, and grid.num_replicas=1 has a single one",
+                f"leave it at {off!r}",
+            )
+    if rl.micro_batch_tokens:
+        longest = rl.data.max_prompt_tokens
+        if longest is None:
+            yield Violation(
+                "rl.micro_batch_tokens",
+                rl.micro_batch_tokens,
+                "needs rl.data.max_prompt_tokens, so that the longest sample is known before the start",
+                "set rl.data.max_prompt_tokens",
+            )
+        elif longest + root.rollout.max_tokens > rl.micro_batch_tokens:
+            yield Violation(
+                "rl.micro_batch_tokens",
+                rl.micro_batch_tokens,
+                f"must hold one sample: rl.data.max_prompt_tokens={longest} + rollout.max_tokens={root.rollout.max_tokens}",
+                f"set rl.micro_batch_tokens={longest + root.rollout.max_tokens} or more",
+            )
+
+
+def _width_cautions(root: RootConfig, rl: GRPOConfig) -> Iterator[str]:
+    """A widened generation call queues behind the engine's own limit."""
+    rollout = root.rollout
+    if not (rl.effective_min_informative_groups and rl.dynamic_sampling_refill_dispatch == "whole_budget"):
+        return
+    width = rl.dynamic_sampling_max_extra_rollouts * rl.prompts_per_data_replica * rl.group_size
+    if isinstance(rollout, VLLMRolloutConfig) and rollout.max_num_seqs is not None and width > rollout.max_num_seqs:
+        yield (
+            f"rl.dynamic_sampling_refill_dispatch=whole_budget asks for up to {width} sequences in one call, more than "
+            f"rollout.max_num_seqs={rollout.max_num_seqs}: vLLM queues the rest"
+        )
 
 
 def _engine_violations(root: RootConfig, model: HFModelConfig | NativePolicyBuildSpec) -> Iterator[Violation]:

@@ -50,8 +50,9 @@ class OptimizerConfig:
 class RefConfig:
     """A frozen reference policy."""
 
-    build_ref: bool = pending(False)
-    update_every: int = pending(0)
+    build_ref: bool = False
+    """Build a second, frozen copy of the policy from the same base weights, whatever the policy is resumed from."""
+    update_every: int = bounded(0, ge=0)
     """0 keeps the reference frozen."""
 
 

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import torch
 
+from posttrain.algorithm.annotators.group import GroupAnnotator
 from posttrain.algorithm.primitives.objective import ModelContext, Objective, ObjectiveBuilder
 from posttrain.config import GRPOConfig, HFRolloutConfig, RootConfig, VLLMRolloutConfig, resolve_data_seed, resolve_precision
 from posttrain.config.model import HFModelConfig, NativePolicyBuildSpec
@@ -16,21 +17,24 @@ from posttrain.config.rules import cautions, repeated_prompts
 from posttrain.config.run import Precision
 from posttrain.data.build import build_prompt_source
 from posttrain.errors import ConfigError, ModelError
+from posttrain.loop.alarms import Alarms
 from posttrain.loop.held_out import HeldOut
 from posttrain.loop.online import OnlineLoop, OnlineParts
 from posttrain.model.build import build_model, model_identity
 from posttrain.model.converter import hf_named_weights
 from posttrain.model.policy import CausalPolicy
 from posttrain.model.protocol import BuiltModel
+from posttrain.model.reference import FrozenReference, build_reference, refuse_live_dropout
 from posttrain.records import SamplingParams
 from posttrain.reward.catalog import build_provider
 from posttrain.reward.service import RewardService
 from posttrain.rollout.engine import RolloutEngine
 from posttrain.rollout.hf_engine import HFEngine
+from posttrain.runtime.artifact_identity import artifact_identity
 from posttrain.runtime.dotted import import_dotted
 from posttrain.runtime.rundir import describe_objective, write_run_files
 from posttrain.track import RunHeader, Tracker
-from posttrain.trainer.core import Trainer
+from posttrain.trainer.core import Batching, Trainer
 from posttrain.weight_sync.protocol import WeightSync
 from posttrain.weight_sync.shared import SharedSync
 
@@ -55,7 +59,8 @@ def launch(root: RootConfig, *, run_dir: Path, plain_config: dict[str, Any]) -> 
     if not isinstance(rl, GRPOConfig):
         raise ConfigError(f"rl is a {type(rl).__name__}, which no loop runs")
     precision = resolve_precision(rl, _model_dtype(root))
-    objective = _objective(rl, root)
+    reference = _reference(rl)
+    objective = _objective(rl, root, reference)
     write_run_files(run_dir, plain_config=plain_config, objective=objective, root=root)
     with ExitStack() as stack:
         tracker = stack.enter_context(
@@ -77,7 +82,12 @@ def launch(root: RootConfig, *, run_dir: Path, plain_config: dict[str, Any]) -> 
             policy = CausalPolicy(built, precision=precision)
             probe = policy.tokenizer.encode(PROBE_TEXT, add_special_tokens=False)
             policy.check_head(probe, tolerance=HEAD_TOLERANCE[precision.param])
-            trainer = Trainer(rl.optimizer, policy=policy, objective=objective, mini_batch=rl.mini_batch, micro_batch=rl.micro_batch)
+            gap = policy.check_packing(probe, tolerance=HEAD_TOLERANCE[precision.param])
+            if not policy.packs:
+                tracker.event("warning", message=_padding_reason(policy, gap))
+            if reference is not None:
+                _attach_reference(reference, rl, root, policy=policy, tracker=tracker)
+            trainer = Trainer(rl.optimizer, policy=policy, objective=objective, batching=Batching.of(rl))
             engine, sync = _engine(root, rl, built=built, policy=policy, precision=precision, probe=probe)
             stack.callback(engine.close)
         parts = _parts(root, rl, policy=policy, engine=engine, sync=sync, trainer=trainer, tracker=tracker, stack=stack)
@@ -124,7 +134,8 @@ def _parts(
             token_texts=token_texts,
         )
     source = build_prompt_source(rl.data, seed=resolve_data_seed(rl, root.rollout.seed), tokenizer=policy.tokenizer)
-    return OnlineParts(source, engine, rewards, trainer, sync, tracker, held_out, token_texts)
+    alarms = Alarms(root.tracker.alarms, single_step=rl.n_mini == 1)
+    return OnlineParts(source, engine, rewards, trainer, sync, tracker, held_out, alarms, GroupAnnotator.of(rl), token_texts)
 
 
 def _engine(
@@ -150,6 +161,7 @@ def _engine(
             seed=_rollout_seed(root),
             max_prompt_tokens_hint=rl.data.max_prompt_tokens,
             max_sequences=rl.batch_per_replica,
+            max_top_tokens=rl.score_centering.top_k if rl.score_centering.enabled else 0,
         )
         sync = HostCopySync(
             lambda: hf_named_weights(policy.module),
@@ -164,12 +176,29 @@ def _engine(
     raise ConfigError(f"rollout is a {type(config).__name__}, which no engine serves")
 
 
-def _objective(rl: GRPOConfig, root: RootConfig) -> Objective:
+def _objective(rl: GRPOConfig, root: RootConfig, reference: FrozenReference | None) -> Objective:
     builder = cast("ObjectiveBuilder", import_dotted(rl.objective_builder))
-    objective = builder(rl, ModelContext(model_identity(root.model), root.rollout.max_tokens))
+    artifact = artifact_identity(rl.ref.model_dir) if reference is not None and rl.ref.model_dir is not None else None
+    objective = builder(rl, ModelContext(model_identity(root.model), root.rollout.max_tokens, reference, artifact))
     if not isinstance(objective, Objective):
         raise ConfigError(f"rl.objective_builder={rl.objective_builder!r} returned a {type(objective).__name__}, not an Objective")
     return objective
+
+
+def _attach_reference(reference: FrozenReference, rl: GRPOConfig, root: RootConfig, *, policy: CausalPolicy, tracker: Tracker) -> None:
+    """Build the frozen twin of the policy; it costs one more copy of the network."""
+    refuse_live_dropout(policy.module)
+    built = build_reference(root.model, rl.ref.model_dir, precision=policy.precision)
+    twin = CausalPolicy(built, precision=policy.precision, pack=policy.packs)
+    reference.attach(twin)
+    source = f"{rl.ref.model_dir} (rl.ref.model_dir)" if rl.ref.model_dir else "the policy's own base weights"
+    tracker.event("reference", source=rl.ref.model_dir, message=f"built frozen KL reference from {source}")
+
+
+def _padding_reason(policy: CausalPolicy, gap: float) -> str:
+    name = type(policy.module).__name__
+    why = f"packed and padded scores differ by {gap:.3g} nats" if gap else "its attention cannot take a packed row"
+    return f"{name} trains on padded rows: {why}; training costs more time and memory, the update is the same"
 
 
 def _rewards(rl: GRPOConfig, name: str, stack: ExitStack) -> RewardService:
@@ -180,7 +209,7 @@ def _rewards(rl: GRPOConfig, name: str, stack: ExitStack) -> RewardService:
 
 
 def _sampling(root: RootConfig) -> SamplingParams:
-    rollout = root.rollout
+    rollout, rl = root.rollout, root.rl
     return SamplingParams(
         max_tokens=rollout.max_tokens,
         temperature=rollout.temperature,
@@ -188,6 +217,7 @@ def _sampling(root: RootConfig) -> SamplingParams:
         top_k=rollout.top_k,
         repetition_penalty=rollout.repetition_penalty,
         ignore_eos=rollout.ignore_eos,
+        top_tokens=rl.score_centering.top_k if isinstance(rl, GRPOConfig) and rl.score_centering.enabled else 0,
     )
 
 
@@ -207,14 +237,30 @@ def _token_texts(tokenizer: Any) -> Callable[[tuple[int, ...]], list[str]]:
 
 
 def _header(root: RootConfig, rl: GRPOConfig, objective: Objective) -> RunHeader:
-    batch = f"{rl.groups_per_step} prompts x {rl.group_size} completions, {rl.n_mini} optimizer step(s) of {rl.n_micro} micro-batch(es)"
+    micro = f"micro-batches of up to {rl.micro_batch_tokens} tokens" if rl.micro_batch_tokens else f"{rl.n_micro} micro-batch(es)"
+    batch = f"{rl.groups_per_step} prompts x {rl.group_size} completions, {rl.n_mini} optimizer step(s) of {micro}"
+    details = {"objective": describe_objective(objective), "batch": batch}
+    if rl.effective_min_informative_groups:
+        details["dynamic sampling"] = _dynamic_sampling_line(rl)
     return RunHeader(
         algorithm=root.algorithm.name,
         model=model_identity(root.model),
         seed=rl.seed,
         device=torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-        details={
-            "objective": describe_objective(objective),
-            "batch": batch,
-        },
+        details=details,
     )
+
+
+def _dynamic_sampling_line(rl: GRPOConfig) -> str:
+    """The resolved quota, the knobs behind it, and the widest generation call it can lead to."""
+    rounds = rl.dynamic_sampling_max_extra_rollouts if rl.dynamic_sampling_refill_dispatch == "whole_budget" else 1
+    widest = rounds * rl.prompts_per_data_replica * rl.group_size
+    return (
+        f"quota {rl.effective_min_informative_groups} of {rl.groups_per_step} groups (min_informative_groups={rl.min_informative_groups}, "
+        f"min_informative_groups_frac={rl.min_informative_groups_frac}), up to {rl.dynamic_sampling_max_extra_rollouts} extra rounds, "
+        f"{rl.dynamic_sampling_refill_dispatch}: at most {widest} sequences a generation call"
+    )
+
+
+def _reference(rl: GRPOConfig) -> FrozenReference | None:
+    return FrozenReference(temperature=rl.temperature, dtype=rl.logprob_dtype) if rl.ref.build_ref else None

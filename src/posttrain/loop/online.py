@@ -5,15 +5,19 @@ from __future__ import annotations
 import resource
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from posttrain.algorithm.annotators.advantage import annotate
+import psutil
+
+from posttrain.algorithm.annotators.group import GroupAnnotator
 from posttrain.config.grpo import GRPOConfig
 from posttrain.data.source import PromptSource
 from posttrain.errors import TrainingError
+from posttrain.loop.alarms import Alarms
+from posttrain.loop.batching import Collection, DynamicSampling, collect
 from posttrain.loop.held_out import HeldOut
-from posttrain.records import Max, Mean, Metric, RolloutGroup, RolloutRequest, SamplingParams, Sum, merge_metrics
+from posttrain.records import Max, Mean, Metric, RolloutGroup, RolloutRequest, SamplingParams, ScoredGroup, Sum, merge_metrics
 from posttrain.reward.service import RewardService
 from posttrain.rollout.engine import RolloutEngine
 from posttrain.runtime.seeding import derive_seed
@@ -33,6 +37,8 @@ class OnlineParts:
     weight_sync: WeightSync
     tracker: Tracker
     held_out: HeldOut | None
+    alarms: Alarms
+    annotate: GroupAnnotator
     token_texts: Callable[[tuple[int, ...]], list[str]]
 
 
@@ -44,6 +50,7 @@ class OnlineLoop:
         self._parts = parts
         self._sampling = sampling
         self._rollout_seed = rollout_seed
+        self._dynamic = DynamicSampling.of(rl)
         self._score: float | None = None
         self._evaluated_at = 0
 
@@ -64,18 +71,8 @@ class OnlineLoop:
     def _step(self, step: int) -> None:
         parts, tracker = self._parts, self._parts.tracker
         metrics: dict[str, Metric] = {}
-        with tracker.phase("data"):
-            requests = self._requests(step)
-        with tracker.phase("generate"):
-            started = time.monotonic()
-            rollouts = parts.engine.generate(requests)
-            merge_metrics(metrics, rollout_metrics(rollouts, seconds=time.monotonic() - started))
-        with tracker.phase("reward"):
-            scored = parts.rewards.score(rollouts)
-        merge_metrics(metrics, scored.metrics)
-        for failure in scored.failures:
-            tracker.event("reward_failed", step=step, prompt=failure.prompt_id, sample=failure.sample, reason=failure.reason)
-        groups = [annotate(group, unbiased=self._rl.unbiased_advantage) for group in scored.groups]
+        collection = self._collect(step, metrics)
+        groups = [parts.annotate(group) for group in collection.groups]
         with tracker.phase("train"):
             result = parts.trainer.train_step(groups)
         merge_metrics(metrics, result.metrics)
@@ -85,7 +82,9 @@ class OnlineLoop:
                 self._evaluate(step)
         merge_metrics(metrics, self._process_metrics())
         tracker.samples(step, groups=groups, token_texts=parts.token_texts, token_logprobs=result.token_logprobs)
-        tracker.step(step, model_step=result.model_step, metrics={name: metric.value for name, metric in sorted(metrics.items())})
+        values = {name: metric.value for name, metric in sorted(metrics.items())}
+        tracker.step(step, model_step=result.model_step, metrics=values)
+        self._watch(step, values)
         if result.rejection is not None:
             raise TrainingError(
                 f"step {step}: the optimizer window was rejected, nothing of it was applied: {result.rejection}; "
@@ -93,8 +92,49 @@ class OnlineLoop:
                 "Lower rl.optimizer.lr or inspect samples/"
             )
 
-    def _requests(self, step: int) -> list[RolloutRequest]:
-        prompts = self._parts.source.draw(self._rl.groups_per_step)
+    def _collect(self, step: int, metrics: dict[str, Metric]) -> Collection:
+        """The step's scored groups. This backend hosts a single data cell, number 0."""
+
+        def draw(prompts: Mapping[int, int]) -> Mapping[int, Sequence[ScoredGroup]]:
+            return {cell: self._generate(step, count, metrics) for cell, count in prompts.items()}
+
+        collection = collect(self._dynamic, draw, groups_per_step=self._rl.groups_per_step)
+        merge_metrics(metrics, collection.metrics(dynamic=self._dynamic.quota > 0))
+        if collection.shortfall:
+            self._parts.tracker.event(
+                "warning",
+                step=step,
+                message=f"step {step}: {collection.shortfall} of {self._dynamic.quota} informative groups are missing after "
+                f"{collection.extra_rounds} extra round(s); tied groups fill the batch",
+            )
+        return collection
+
+    def _generate(self, step: int, count: int, metrics: dict[str, Metric]) -> Sequence[ScoredGroup]:
+        """Draw `count` prompts, sample and score them; adds to `metrics`."""
+        parts, tracker = self._parts, self._parts.tracker
+        with tracker.phase("data"):
+            requests = self._requests(step, count)
+        with tracker.phase("generate"):
+            started = time.monotonic()
+            rollouts = parts.engine.generate(requests)
+            merge_metrics(metrics, rollout_metrics(rollouts, seconds=time.monotonic() - started))
+        with tracker.phase("reward"):
+            scored = parts.rewards.score(rollouts)
+        merge_metrics(metrics, scored.metrics)
+        for failure in scored.failures:
+            tracker.event("reward_failed", step=step, prompt=failure.prompt_id, sample=failure.sample, reason=failure.reason)
+        return scored.groups
+
+    def _watch(self, step: int, values: Mapping[str, float]) -> None:
+        """Raises TrainingError for an alarm under `tracker.alarms.stop`."""
+        alarms = self._parts.alarms.observe(step, values)
+        for alarm in alarms:
+            self._parts.tracker.event("warning", step=step, alarm=alarm.name, message=f"alarm {alarm.name}: {alarm.message}")
+        if alarms and self._parts.alarms.stop:
+            raise TrainingError(f"tracker.alarms.stop=true and alarm {alarms[0].name} was raised: {alarms[0].message}")
+
+    def _requests(self, step: int, count: int) -> list[RolloutRequest]:
+        prompts = self._parts.source.draw(count)
         return [
             RolloutRequest(prompt, self._rl.group_size, self._sampling, derive_seed(self._rollout_seed, "rollout", step, prompt.id))
             for prompt in prompts
@@ -126,6 +166,7 @@ class OnlineLoop:
             "data/epoch": Max(float(self._parts.source.cursor().epoch)),
             "data/skipped_too_long": Max(float(self._parts.source.skipped_too_long)),
             "memory/peak_rss_gib": Max(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30),
+            "memory/rss_gib": Max(psutil.Process().memory_info().rss / 2**30),
         }
 
 

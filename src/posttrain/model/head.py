@@ -45,7 +45,7 @@ def chunked_token_logprobs(
     """Score `labels` under softmax(z / temperature) with z = cap(logit_scale * (hidden @ weight.T + bias)).
 
         cap(x)     = softcap * tanh(x / softcap), or x without a softcap
-        logprob_i  = z_i[label_i] / temperature - logsumexp_v(z_i[v] / temperature)
+        logprob_ik = z_i[label_ik] / temperature - logsumexp_v(z_i[v] / temperature)
         entropy_i  = logsumexp_i - sum_v p_i[v] * z_i[v] / temperature
 
     Differentiable once, in hidden, weight and bias, through the log-probabilities. Rows whose incoming gradient is exactly
@@ -54,7 +54,7 @@ def chunked_token_logprobs(
     Args:
         hidden: [N, H] floating; N may be 0.
         weight: [V, H] floating, e.g. a tied embedding. Skipped in the backward when it does not require a gradient.
-        labels: int64 [N], each in [0, V).
+        labels: int64 [N], or [N, K] for K tokens at every position; each in [0, V).
         bias: [V] floating.
         temperature: divides the logits; > 0.
         dtype: of the log-softmax and the returned log-probabilities. Sums run in at least float32.
@@ -65,7 +65,7 @@ def chunked_token_logprobs(
             logits are never rounded to 16 bits.
 
     Returns:
-        logprobs: [N] in `dtype`, nats, connected to the graph.
+        logprobs: the shape of labels, in `dtype`, nats, connected to the graph.
         entropy: float32 [N], nats, detached.
     """
     rows, width = _check_shapes(hidden, weight, labels, bias)
@@ -90,18 +90,25 @@ def chunked_token_logprobs(
         tokens=chunk_tokens or DEFAULT_CHUNK_TOKENS.get(device, DEFAULT_CHUNK_TOKENS["cuda"]),
         vocab=chunk_vocab or DEFAULT_CHUNK_VOCAB.get(device, DEFAULT_CHUNK_VOCAB["cuda"]),
     )
-    logprobs, entropy = _TokenLogprobs.apply(hidden, weight, bias, labels, head)  # pyright: ignore[reportGeneralTypeIssues]
-    return logprobs.to(dtype), entropy
+    columns = labels if labels.ndim == 2 else labels[:, None]
+    logprobs, entropy = _TokenLogprobs.apply(hidden, weight, bias, columns, head)  # pyright: ignore[reportGeneralTypeIssues]
+    return logprobs.reshape(labels.shape).to(dtype), entropy
 
 
 def _check_shapes(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, bias: torch.Tensor | None) -> tuple[int, int]:
     """(N, V) of operands that fit together; ModelError otherwise."""
-    good = hidden.ndim == 2 and weight.ndim == 2 and hidden.shape[1] == weight.shape[1] and labels.shape == hidden.shape[:1]
+    good = (
+        hidden.ndim == 2
+        and weight.ndim == 2
+        and hidden.shape[1] == weight.shape[1]
+        and labels.ndim in (1, 2)
+        and labels.shape[:1] == hidden.shape[:1]
+    )
     good = good and (bias is None or bias.shape == weight.shape[:1])
     if not good:
         shapes = {"hidden": hidden, "weight": weight, "labels": labels} | ({} if bias is None else {"bias": bias})
         got = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in shapes.items())
-        raise ModelError(f"the head takes hidden [N, H], weight [V, H], labels [N] and bias [V]; got {got}")
+        raise ModelError(f"the head takes hidden [N, H], weight [V, H], labels [N] or [N, K] and bias [V]; got {got}")
     return hidden.shape[0], weight.shape[0]
 
 
@@ -175,7 +182,7 @@ def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, *
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """(hidden, weight, bias, labels, head) -> (logprobs [N] in `head.accumulate`, entropy float32 [N])."""
+    """(hidden, weight, bias, labels [N, K], head) -> (logprobs [N, K] in `head.accumulate`, entropy float32 [N])."""
 
     @staticmethod
     def forward(
@@ -186,13 +193,16 @@ class _TokenLogprobs(torch.autograd.Function):
         ctx.save_for_backward(hidden, weight, bias, labels, lse)  # pyright: ignore[reportArgumentType]  (None is allowed)
         ctx.head = head  # pyright: ignore[reportAttributeAccessIssue]
         ctx.mark_non_differentiable(entropy)
-        return picked.sub_(lse), entropy
+        return picked.sub_(lse.unsqueeze(1)), entropy
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # pyright: ignore
         hidden, weight, bias, labels, lse = ctx.saved_tensors
         needs = tuple(ctx.needs_input_grad[:3])
+        used = grad.any(0)
+        if not bool(used[1:].any()):
+            grad, labels = grad[:, :1], labels[:, :1]  # further tokens without a gradient change nothing, not even the rounding
         with torch.autocast(hidden.device.type, enabled=False):
             return *_backward(grad, hidden, weight, bias, labels, lse, head=ctx.head, needs=needs), None, None
 
@@ -200,13 +210,14 @@ class _TokenLogprobs(torch.autograd.Function):
 def _forward(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor, *, head: _Head
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(z / temperature of the label, logsumexp, entropy), each [N], by one online pass over the vocabulary.
+    """(z / temperature of the labels [N, K], logsumexp [N], entropy [N]) by one online pass over the vocabulary.
 
     With running maximum m, s = sum exp(z - m) and u = sum exp(z - m) (z - m): lse = m + log s, entropy = log s - u / s.
     """
     rows, width = hidden.shape[0], weight.shape[0]
     states = head.cast(hidden)
-    picked, peak, mass, tilt = (hidden.new_full((rows,), start, dtype=head.accumulate) for start in (torch.nan, -torch.inf, 0.0, 0.0))
+    peak, mass, tilt = (hidden.new_full((rows,), start, dtype=head.accumulate) for start in (-torch.inf, 0.0, 0.0))
+    picked = hidden.new_full(labels.shape, torch.nan, dtype=head.accumulate)
     product = head.buffer(hidden, width, dtype=head.product)
     scratch = head.buffer(hidden, width, dtype=head.accumulate)
     for columns in head.vocab_chunks(width):
@@ -218,7 +229,7 @@ def _forward(
                 z.mul_(head.softcap / head.temperature)
             index = labels[chunk] - columns.start
             inside = (index >= 0) & (index < z.shape[1])
-            here = z.gather(1, index.clamp_(0, z.shape[1] - 1).unsqueeze(1)).squeeze(1)
+            here = z.gather(1, index.clamp_(0, z.shape[1] - 1))
             picked[chunk] = torch.where(inside, here, picked[chunk])
             top = torch.maximum(peak[chunk], z.amax(1))
             shift = peak[chunk] - top
@@ -246,16 +257,17 @@ def _backward(
     head: _Head,
     needs: tuple[bool, ...],
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """Gradients of sum_i grad_i logprob_i in hidden, weight and bias.
+    """Gradients of sum_ik grad_ik logprob_ik in hidden, weight and bias.
 
     With d = (softmax - onehot) * cap'(x) and f_i = -grad_i * scale / temperature:
         hidden: f_i (d @ weight)_i        weight: d.T @ (f hidden)        bias: d.T @ f
-    so that the tile d itself is never scaled by the row's gradient.
+    so that the tile d itself is never scaled by the row's gradient. With several labels a row that is not possible:
+    d = ((sum_k grad_ik) softmax - sum_k grad_ik onehot_ik) * cap'(x) and f_i = -scale / temperature.
     """
     to_hidden, to_weight, to_bias = needs
     width = weight.shape[0]
-    active = grad.nonzero().squeeze(1)
-    some = active.numel() < grad.numel()
+    active = grad.any(1).nonzero().squeeze(1)
+    some = active.numel() < grad.shape[0]
     if some:
         grad, states, labels, lse = grad[active], hidden[active], labels[active], lse[active]
     else:
@@ -265,7 +277,8 @@ def _backward(
         targets = (hidden, weight, bias)
         zeros = tuple(torch.zeros_like(t) if need and t is not None else None for t, need in zip(targets, needs, strict=True))
         return zeros[0], zeros[1], zeros[2]
-    factor = (grad * -head.slope).to(head.product).unsqueeze(1)
+    single = grad.shape[1] == 1
+    factor = (grad if single else torch.ones_like(grad[:, :1])).mul(-head.slope).to(head.product)
     states = head.cast(states)
     weighted = head.cast(states * factor) if to_weight else states
     grad_states = states.new_empty(states.shape, dtype=head.product) if to_hidden else None
@@ -283,7 +296,9 @@ def _backward(
         bias_sum = None if grad_bias is None else factor.new_zeros(tile_weight.shape[0])
         for chunk in head.row_chunks(rows):
             z = head.logits(states[chunk], tile_weight, tile_bias, product=product)
-            d = _softmax_minus_onehot(z, labels[chunk] - columns.start, lse[chunk].unsqueeze(1), head=head, scratch=scratch)
+            shares = None if single else grad[chunk].to(head.accumulate)
+            index = labels[chunk] - columns.start
+            d = _softmax_minus_onehot(z, index, lse[chunk].unsqueeze(1), head=head, scratch=scratch, shares=shares)
             if bias_sum is not None:
                 bias_sum.addmv_(d.t().to(head.product), factor[chunk].squeeze(1))
             d = d.to(head.operand)
@@ -304,14 +319,29 @@ def _backward(
 
 
 def _softmax_minus_onehot(
-    z: torch.Tensor, index: torch.Tensor, lse: torch.Tensor, *, head: _Head, scratch: torch.Tensor | None
+    z: torch.Tensor,
+    index: torch.Tensor,
+    lse: torch.Tensor,
+    *,
+    head: _Head,
+    scratch: torch.Tensor | None,
+    shares: torch.Tensor | None,
 ) -> torch.Tensor:
-    """(softmax - onehot) * cap'(x) of one tile of `_Head.logits`, in z's memory; `index` are label columns relative to the tile."""
+    """(softmax - onehot) * cap'(x) of one tile of `_Head.logits`, in z's memory.
+
+    Args:
+        index: int64 [rows, K] label columns relative to the tile.
+        shares: [rows, K] weights of the labels, whose sum weighs the softmax; None is a single label of weight one.
+    """
     slope = None
     if head.softcap is not None and scratch is not None:
         slope = torch.mul(z, z, out=scratch[: z.numel()].view_as(z)).neg_().add_(1.0)
         z.mul_(head.softcap / head.temperature)
     d = z.sub_(lse).exp_()
     inside = (index >= 0) & (index < d.shape[1])
-    d.scatter_add_(1, index.clamp(0, d.shape[1] - 1).unsqueeze(1), -inside.to(d.dtype).unsqueeze(1))
+    picks = inside.to(d.dtype)
+    if shares is not None:
+        d.mul_(shares.sum(1, keepdim=True))
+        picks = picks * shares
+    d.scatter_add_(1, index.clamp(0, d.shape[1] - 1), -picks)
     return d if slope is None else d.mul_(slope)

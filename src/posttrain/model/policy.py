@@ -1,5 +1,5 @@
-"""A causal policy over a transformers module: scores response tokens, and computes a prompt shared by several completions
-once."""
+"""A causal policy over a transformers module: scores response tokens, without padding and each shared prompt once where the
+module's attention allows it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,11 @@ from posttrain.config.run import Precision, resolved_dtype
 from posttrain.data.packer import PolicyBatch
 from posttrain.errors import ModelError
 from posttrain.model.head import chunked_token_logprobs
+from posttrain.model.packed import IMPLEMENTATION, PackedLayout, register
 from posttrain.model.protocol import BuiltModel, TokenScores, special_ids
+
+_NO_MASK = torch.ones(1, 1, 1, 1, dtype=torch.bool)
+"""Any mask of four dimensions is handed on as it is; the packed attention reads its layout instead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +40,7 @@ class HeadSpec:
 class CausalPolicy:
     """Implements `PolicyModel`; the rollout engine may sample from the same parameters."""
 
-    def __init__(self, built: BuiltModel, *, precision: Precision, share_prompts: bool = True) -> None:
+    def __init__(self, built: BuiltModel, *, precision: Precision, pack: bool = True) -> None:
         self.module: Any = built.module
         self.tokenizer = built.tokenizer
         self.precision = precision
@@ -46,7 +50,8 @@ class CausalPolicy:
         self._head: Any = head
         self._head_spec = HeadSpec.of(self.module.config)
         self._body: Any = self.module.get_decoder()
-        self.shares_prompts = share_prompts and self._has_plain_cache()
+        self.packs = pack and self._takes_layouts()
+        """Whether batches run as one row without padding."""
         self.eos_ids = _eos_ids(self.module, self.tokenizer)
         pad = self.tokenizer.pad_token_id
         self.pad_id = int(pad) if pad is not None else (self.eos_ids[0] if self.eos_ids else 0)
@@ -61,14 +66,14 @@ class CausalPolicy:
         with torch.autocast(self.device.type, dtype=resolved_dtype(self.precision.param), enabled=self.precision.autocast):
             yield
 
-    def score(self, batch: PolicyBatch, *, temperature: float, dtype: torch.dtype) -> TokenScores:
+    def score(self, batch: PolicyBatch, *, temperature: float, dtype: torch.dtype, top_ids: torch.Tensor | None = None) -> TokenScores:
         """See `PolicyModel.score`."""
         with self.compute():
-            hidden = self._shared_hidden(batch) if self.shares_prompts else self._row_hidden(batch)
+            hidden = self._packed_hidden(batch) if self.packs else self._row_hidden(batch)
         logprobs, entropy = chunked_token_logprobs(
             hidden,
             self._head.weight,
-            batch.labels,
+            batch.labels if top_ids is None else torch.cat([batch.labels[:, None], top_ids], 1),
             bias=self._head.bias if isinstance(self._head, torch.nn.Linear) else None,
             temperature=temperature,
             dtype=dtype,
@@ -76,7 +81,9 @@ class CausalPolicy:
             logit_scale=self._head_spec.scale,
             softcap=self._head_spec.softcap,
         )
-        return TokenScores(logprobs, entropy)
+        if top_ids is None:
+            return TokenScores(logprobs, entropy)
+        return TokenScores(logprobs[:, 0], entropy, logprobs[:, 1:])
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[B, H] -> float32 [B, V] next-token logits at temperature 1, for sampling."""
@@ -99,6 +106,20 @@ class CausalPolicy:
         return logprobs.gather(-1, ids[0, 1:, None])[:, 0].tolist()
 
     @torch.no_grad()
+    def check_packing(self, token_ids: Sequence[int], *, tolerance: float) -> float:
+        """Score a ragged probe packed and as padded rows; switch packing off where the two disagree, as they do for a model whose
+        layers do not hand the layout on. Returns the largest gap in nats, 0 for a model that does not pack."""
+        if not self.packs:
+            return 0.0
+        batch = _probe_batch(token_ids, self.device)
+        packed = self.score(batch, temperature=1.0, dtype=torch.float32).logprobs
+        self.packs = False
+        padded = self.score(batch, temperature=1.0, dtype=torch.float32).logprobs
+        gap = float((packed - padded).abs().max())
+        self.packs = gap <= tolerance
+        return gap
+
+    @torch.no_grad()
     def check_head(self, token_ids: list[int], *, tolerance: float) -> float:
         """Compare this class's log-probabilities with the module's own forward on a probe; returns the largest gap in nats.
 
@@ -117,43 +138,36 @@ class CausalPolicy:
             )
         return gap
 
-    def _has_plain_cache(self) -> bool:
-        """Whether every layer caches plain keys and values, so that a prompt's cache can be shared by its completions."""
+    def _takes_layouts(self) -> bool:
+        """Give the module the packed attention, if its layers take their attention function from transformers, were loaded for
+        scaled dot-product attention, and attend to everything before them."""
         from transformers import DynamicCache
         from transformers.cache_utils import DynamicLayer
 
-        layers = DynamicCache(config=self.module.config).layers
-        return bool(layers) and all(type(layer) is DynamicLayer for layer in layers)
+        module = self.module
+        plain = all(type(layer) is DynamicLayer for layer in DynamicCache(config=module.config).layers)
+        if not plain or module.config._attn_implementation not in ("sdpa", IMPLEMENTATION) or not module._can_set_attn_implementation():
+            return False
+        register()
+        module.set_attn_implementation(IMPLEMENTATION)
+        return True
 
-    def _shared_hidden(self, batch: PolicyBatch) -> torch.Tensor:
-        """[N, H] hidden states that predict the response tokens. Prompts run once; their cache, with its graph, is handed to
-        every completion that belongs to them."""
-        mask, positions = _left_padded(batch)
-        longest = int(batch.completions.shape[1])
-        # one lookup for both forwards: each lookup's backward writes a gradient of the size of the whole embedding
-        fed = batch.completions[:, :-1]
-        embedded = self.module.get_input_embeddings()(torch.cat([batch.prompts.flatten(), fed.flatten()]))
-        prompts, completions = embedded.split([batch.prompts.numel(), fed.numel()])
+    def _packed_hidden(self, batch: PolicyBatch) -> torch.Tensor:
+        """[N, H] hidden states that predict the response tokens, from one row without padding."""
+        layout = PackedLayout.of(batch)
+        if not layout.predictors.numel():
+            return self.module.get_input_embeddings().weight.new_zeros(0, self._head.weight.shape[1])
         out = self._body(
-            inputs_embeds=prompts.unflatten(0, batch.prompts.shape), attention_mask=mask, position_ids=positions, use_cache=longest > 1
+            input_ids=layout.token_ids[None],
+            position_ids=layout.positions[None],
+            attention_mask=_NO_MASK.to(layout.token_ids.device),
+            packed=layout,
+            use_cache=False,
         )
-        hidden = out.last_hidden_state[:, -1][batch.prompt_of][:, None]
-        if longest > 1:
-            cache = out.past_key_values
-            cache.batch_select_indices(batch.prompt_of)
-            steps = torch.arange(longest - 1, device=mask.device)
-            rest = self._body(
-                inputs_embeds=completions.unflatten(0, fed.shape),
-                attention_mask=torch.cat([mask[batch.prompt_of], (steps < batch.lengths[:, None]).to(mask.dtype)], 1),
-                position_ids=batch.prompt_lengths[batch.prompt_of][:, None] + steps,
-                past_key_values=cache,
-                use_cache=True,
-            )
-            hidden = torch.cat([hidden, rest.last_hidden_state], 1)
-        return hidden[:, :longest][torch.arange(longest, device=mask.device) < batch.lengths[:, None]]
+        return out.last_hidden_state[0, layout.predictors]
 
     def _row_hidden(self, batch: PolicyBatch) -> torch.Tensor:
-        """[N, H] like `_shared_hidden`, from one row of prompt and completion per sequence."""
+        """[N, H] like `_packed_hidden`, from one padded row of prompt and completion per sequence."""
         mask, _ = _left_padded(batch)
         longest = int(batch.completions.shape[1])
         steps = torch.arange(longest, device=mask.device)
@@ -181,3 +195,29 @@ def _eos_ids(module: Any, tokenizer: Any) -> tuple[int, ...]:
     own = module.generation_config.eos_token_id if module.generation_config is not None else None
     more = [own] if isinstance(own, int) else list(own or [])
     return tuple(dict.fromkeys([*special_ids(tokenizer), *more]))
+
+
+def _probe_batch(token_ids: Sequence[int], device: torch.device) -> PolicyBatch:
+    """Two prompts with three completions of different lengths, cut from one text of at least eight tokens."""
+    ids = torch.tensor([list(token_ids)], dtype=torch.int64, device=device)
+    third = max(ids.shape[1] // 3, 2)
+    prompts = torch.stack([ids[0, :third], ids[0, :third].roll(1)])
+    lengths = torch.tensor([third, third // 2, third - 1], device=device)
+    completions = torch.stack([ids[0, third : 2 * third], ids[0, -third:], ids[0, third : 2 * third].flip(0)])
+    sequence = torch.repeat_interleave(torch.arange(3, device=device), lengths)
+    labels = torch.cat([row[:length] for row, length in zip(completions, lengths.tolist(), strict=True)])
+    prompt_lengths = torch.tensor([third, third - 1], device=device)
+    nothing = torch.zeros(len(labels), device=device)
+    return PolicyBatch(
+        prompts=prompts,
+        prompt_lengths=prompt_lengths,
+        prompt_of=torch.tensor([0, 0, 1], device=device),
+        completions=completions,
+        lengths=lengths,
+        labels=labels,
+        sequence=sequence,
+        loss_mask=nothing == 0,
+        advantages=torch.zeros(3, device=device),
+        sampled_logprobs=nothing,
+        keys=(("probe", 0), ("probe", 1), ("probe", 2)),
+    )

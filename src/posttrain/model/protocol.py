@@ -21,17 +21,20 @@ class TokenScores:
     """[N] natural-log probabilities of the labels, connected to the graph; dtype is the requested one."""
     entropy: torch.Tensor
     """[N] entropy of the predicted distributions in nats, detached."""
+    top_logprobs: torch.Tensor | None = None
+    """[N, k] log-probabilities of the requested `top_ids`, connected to the graph."""
 
 
 class PolicyModel(Protocol):
     """A causal policy that scores the response tokens of a packed batch."""
 
-    def score(self, batch: PolicyBatch, *, temperature: float, dtype: torch.dtype) -> TokenScores:
+    def score(self, batch: PolicyBatch, *, temperature: float, dtype: torch.dtype, top_ids: torch.Tensor | None = None) -> TokenScores:
         """Log-probabilities over response positions only; the [tokens, vocabulary] matrix never exists as a whole.
 
         Args:
             temperature: divides the logits.
             dtype: of the log-softmax, independent of the compute dtype.
+            top_ids: int64 [N, k] further tokens to score at every position.
         """
         ...
 

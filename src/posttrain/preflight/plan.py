@@ -84,10 +84,8 @@ def _source(data: PromptEnvConfig) -> str:
 def _batch(rl: GRPOConfig) -> str:
     steps = "1 optimizer step" if rl.n_mini == 1 else f"{rl.n_mini} optimizer steps"
     chunks = "1 micro-batch" if rl.n_micro == 1 else f"{rl.n_micro} micro-batches"
-    return (
-        f"{rl.groups_per_step} prompts x {rl.group_size} completions = {rl.batch_per_replica} per step -> "
-        f"{steps} of {chunks} x {rl.micro_batch}"
-    )
+    cut = f"micro-batches of up to {rl.micro_batch_tokens} tokens" if rl.micro_batch_tokens else f"{chunks} x {rl.micro_batch}"
+    return f"{rl.groups_per_step} prompts x {rl.group_size} completions = {rl.batch_per_replica} per step -> {steps} of {cut}"
 
 
 def _rollout(root: RootConfig) -> str:

@@ -11,7 +11,7 @@ import torch
 from posttrain.config.rollout import HFRolloutConfig
 from posttrain.errors import RolloutError
 from posttrain.model.policy import CausalPolicy
-from posttrain.records import Completion, FinishReason, RolloutGroup, RolloutRequest, SamplingParams
+from posttrain.records import Completion, FinishReason, RolloutGroup, RolloutRequest, SamplingParams, TopTokens
 from posttrain.rollout.sampling import draw, processed_logprobs, uniforms
 
 
@@ -23,6 +23,8 @@ class _Sequence:
     index: int
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    top: list[tuple[Any, Any]] = field(default_factory=list)
+    """(ids [k], log-probabilities [k]) per token, as numpy rows, where the request asked for them."""
     finish_reason: FinishReason = "length"
 
 
@@ -68,7 +70,7 @@ class HFEngine:
         for sequence in sequences:
             text = self._policy.tokenizer.decode(sequence.tokens, skip_special_tokens=True)
             groups[sequence.request].append(
-                Completion(tuple(sequence.tokens), tuple(sequence.logprobs), sequence.finish_reason, version, text)
+                Completion(tuple(sequence.tokens), tuple(sequence.logprobs), sequence.finish_reason, version, text, _top(sequence))
             )
         return [RolloutGroup(request.prompt, tuple(done)) for request, done in zip(requests, groups, strict=True)]
 
@@ -108,6 +110,8 @@ class HFEngine:
                 logprobs = processed_logprobs(policy.logits(state.hidden), sampling, seen=seen)
                 tokens = logprobs.argmax(-1) if sampling.temperature == 0 else draw(logprobs, noise[active, step])
                 chosen = logprobs.gather(1, tokens[:, None])[:, 0]
+                if sampling.top_tokens:
+                    _record_top(sequences, active, logprobs, sampling.top_tokens)
                 if seen is not None:
                     seen[torch.arange(len(active), device=device), tokens] = True
                 keep = self._record(sequences, active, tokens, chosen, ends=() if sampling.ignore_eos else policy.eos_ids)
@@ -199,3 +203,19 @@ def _seen(prompts: Sequence[tuple[int, ...]], row_of: torch.Tensor, device: torc
     for row, prompt in enumerate(prompts):
         seen[row, list(prompt)] = True
     return seen[row_of]
+
+
+def _record_top(sequences: list[_Sequence], active: torch.Tensor, logprobs: torch.Tensor, count: int) -> None:
+    """Append the most likely tokens of this step's distributions to their sequences."""
+    top = logprobs.topk(min(count, logprobs.shape[1]), -1)
+    ids, values = top.indices.int().cpu().numpy(), top.values.float().cpu().numpy()
+    for row, owner in enumerate(active.tolist()):
+        sequences[owner].top.append((ids[row], values[row]))
+
+
+def _top(sequence: _Sequence) -> TopTokens | None:
+    import numpy as np
+
+    if not sequence.top:
+        return None
+    return TopTokens(np.stack([ids for ids, _ in sequence.top]), np.stack([values for _, values in sequence.top]))

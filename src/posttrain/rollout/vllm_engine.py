@@ -42,6 +42,7 @@ class VLLMEngine:
         seed: int,
         max_prompt_tokens_hint: int | None,
         max_sequences: int,
+        max_top_tokens: int = 0,
     ) -> None:
         """Start the engine: seconds in this process, longer in its own.
 
@@ -50,6 +51,7 @@ class VLLMEngine:
             max_prompt_tokens_hint: longest prompt to expect in tokens; an engine that could not hold it together with
                 `config.max_tokens` is refused here instead of in the middle of a run.
             max_sequences: most completions of one `generate` call; only used to say when the KV cache holds far fewer.
+            max_top_tokens: the largest `SamplingParams.top_tokens` that requests will ask for.
 
         Raises:
             RolloutError: vLLM is missing or refuses to start, or its context is too short for the hint.
@@ -76,6 +78,8 @@ class VLLMEngine:
         arguments = engine_arguments(
             config, model_dir=model_dir, dtype=dtype, trust_remote_code=trust_remote_code, seed=seed, is_cpu=current_platform.is_cpu()
         )
+        if max_top_tokens:
+            arguments["max_logprobs"] = max_top_tokens
         try:
             with untouched_random_state():
                 self._llm = LLM(**arguments)
@@ -130,7 +134,13 @@ class VLLMEngine:
         return groups
 
     def _completion(self, output: Any, version: int, request: RolloutRequest) -> Completion:
-        return completion_from(output.outputs[0], tokenizer=self._tokenizer, weight_version=version, prompt_id=request.prompt.id)
+        return completion_from(
+            output.outputs[0],
+            tokenizer=self._tokenizer,
+            weight_version=version,
+            prompt_id=request.prompt.id,
+            top_tokens=request.sampling.top_tokens,
+        )
 
     def _check_length(self, request: RolloutRequest) -> None:
         length, budget = len(request.prompt.token_ids), request.sampling.max_tokens

@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 from typing import Any
 
+import numpy as np
+
 from posttrain.errors import RolloutError
-from posttrain.records import Completion, FinishReason, SamplingParams
+from posttrain.records import Completion, FinishReason, SamplingParams, TopTokens
 
 MIN_TEMPERATURE = 0.01
 """vLLM replaces any smaller positive temperature by this one."""
@@ -38,13 +40,13 @@ def vllm_sampling_params(sampling: SamplingParams, *, seed: int) -> Any:
         repetition_penalty=sampling.repetition_penalty,
         ignore_eos=sampling.ignore_eos,
         seed=seed,
-        logprobs=0,  # the sampled token alone
+        logprobs=sampling.top_tokens,  # 0 is the sampled token alone
         # The text is decoded once, from the complete ids, as the other engines do; vLLM's incremental decoder would work per token.
         detokenize=False,
     )
 
 
-def completion_from(output: Any, *, tokenizer: Any, weight_version: int, prompt_id: str) -> Completion:
+def completion_from(output: Any, *, tokenizer: Any, weight_version: int, prompt_id: str, top_tokens: int) -> Completion:
     """One of vLLM's outputs as a record; raises RolloutError when it is not a finished completion."""
     ids = tuple(int(token) for token in output.token_ids)
     reasons: dict[object, FinishReason] = {"stop": "stop", "length": "length"}
@@ -58,4 +60,19 @@ def completion_from(output: Any, *, tokenizer: Any, weight_version: int, prompt_
         raise RolloutError(f"prompt {prompt_id!r}: the engine returned {len(ids)} tokens without one log-probability each")
     logprobs = tuple(float(position[token].logprob) for position, token in zip(output.logprobs, ids, strict=True))
     text = tokenizer.decode(list(ids), skip_special_tokens=True)
-    return Completion(token_ids=ids, logprobs=logprobs, finish_reason=reason, weight_version=weight_version, text=text)
+    top = _top_tokens(output.logprobs, top_tokens) if top_tokens else None
+    return Completion(token_ids=ids, logprobs=logprobs, finish_reason=reason, weight_version=weight_version, text=text, top=top)
+
+
+def _top_tokens(positions: Any, count: int) -> TopTokens:
+    """vLLM returns the `count` most likely tokens of every position and, beside them, the sampled one when it is not among
+    them; being the least likely, it is left out."""
+    ids = np.empty((len(positions), count), dtype=np.int32)
+    logprobs = np.empty((len(positions), count), dtype=np.float32)
+    for row, position in enumerate(positions):
+        ranked = sorted(position.items(), key=lambda item: -item[1].logprob)[:count]
+        if len(ranked) < count:
+            raise RolloutError(f"the engine reported {len(ranked)} of {count} requested top tokens; rl.score_centering.top_k is too large")
+        ids[row] = [token for token, _ in ranked]
+        logprobs[row] = [entry.logprob for _, entry in ranked]
+    return TopTokens(ids, logprobs)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from posttrain.algorithm.primitives.objective import OBJECTIVE_WEIGHT_SUM, Objective, Reduction
+from posttrain.config.grpo import GRPOConfig
 from posttrain.config.run import OptimizerConfig
-from posttrain.data.packer import PolicyBatch, TrainSample, pack, samples_of
+from posttrain.data.packer import PolicyBatch, TrainSample, micro_batches, pack, samples_of
 from posttrain.errors import TrainingError
 from posttrain.model.policy import CausalPolicy
 from posttrain.records import Mean, Metric, StepResult, Sum, TrainGroup, merge_metrics
@@ -20,17 +22,33 @@ FORWARD_NOISE_NATS = 0.05
 """Largest difference, on any token, between two forwards of the same weights that a cached old policy tolerates."""
 
 
+@dataclass(frozen=True, slots=True)
+class Batching:
+    """How the completions of a collected batch are cut."""
+
+    mini_batch: int
+    """Completions per optimizer step."""
+    micro_batch: int
+    """Completions per forward and backward."""
+    micro_batch_tokens: int = 0
+    """Tokens per forward and backward, in place of the count where it is not 0."""
+
+    @classmethod
+    def of(cls, rl: GRPOConfig) -> Batching:
+        return cls(rl.mini_batch, rl.micro_batch, rl.micro_batch_tokens)
+
+
 class Trainer:
     """Runs `n_mini` optimizer windows over one collected batch."""
 
-    def __init__(self, config: OptimizerConfig, *, policy: CausalPolicy, objective: Objective, mini_batch: int, micro_batch: int) -> None:
+    def __init__(self, config: OptimizerConfig, *, policy: CausalPolicy, objective: Objective, batching: Batching) -> None:
         self._config = config
         self._policy = policy
         self._objective = objective
-        self._mini_batch, self._micro_batch = mini_batch, micro_batch
+        self._batching = batching
         self._parameters = select_trainable(policy.module, config.train_keys)
         self.optimizer = build_optimizer(config, self._parameters)
-        self._probed = False
+        self._probed = self._checked_ratio = False
         self.model_step = 0
         """Committed optimizer steps."""
 
@@ -43,10 +61,11 @@ class Trainer:
             TrainingError: the objective broke its contract, or the forward is too noisy for a cached old policy.
         """
         samples = samples_of(groups)
-        if len(samples) % self._mini_batch:
-            raise TrainingError(f"a batch of {len(samples)} completions does not split into mini-batches of {self._mini_batch}")
+        size = self._batching.mini_batch
+        if len(samples) % size:
+            raise TrainingError(f"a batch of {len(samples)} completions does not split into mini-batches of {size}")
         self._policy.module.train()
-        windows = [self._micro_batches(samples[i : i + self._mini_batch]) for i in range(0, len(samples), self._mini_batch)]
+        windows = [self._micro_batches(samples[i : i + size]) for i in range(0, len(samples), size)]
         if self._objective.old_logp_cache:
             windows = self._with_old_policy(windows)
         metrics: dict[str, Metric] = {}
@@ -68,13 +87,13 @@ class Trainer:
         The order inside a window is free, since its gradient is a sum; micro-batches of different sizes are free only where
         the objective reports its weights (a MEAN is one of equally large micro-batches).
         """
-        parts = [[s for s in window if s.advantage != 0], [s for s in window if s.advantage == 0]]
-        if self._objective.reduction is Reduction.MEAN:
-            parts = [parts[0] + parts[1]]
+        parts = [[s for s in window if s.has_signal], [s for s in window if not s.has_signal]]
+        if self._objective.reduction is Reduction.MEAN or self._objective.reference_scorer is not None:
+            parts = [list(window)]  # with a reference every sample has a gradient
         return [
-            pack(part[i : i + self._micro_batch], pad_id=self._policy.pad_id).to(self._policy.device)
+            pack(chunk, pad_id=self._policy.pad_id).to(self._policy.device)
             for part in parts
-            for i in range(0, len(part), self._micro_batch)
+            for chunk in micro_batches(part, count=self._batching.micro_batch, tokens=self._batching.micro_batch_tokens)
         ]
 
     def _window(
@@ -90,6 +109,8 @@ class Trainer:
         local: dict[str, Metric] = {}
         rejection: str | None = None
         for number, batch in enumerate(window):
+            if self._objective.reference_scorer is not None:
+                batch = batch.with_reference_logprobs(self._objective.reference_scorer(batch))
             loss, reported = self._objective.fn(recorder, batch)
             if not math.isfinite(float(loss.detach())):
                 rejection = f"the loss of micro-batch {number} is {float(loss.detach())}"
@@ -99,13 +120,16 @@ class Trainer:
             scale = weight if self._objective.reduction is Reduction.TOKEN_SUM else 1.0 / len(window)
             skipped += not recorder.backward(loss * scale)
             merge_metrics(local, self._objective.metric_adapter(reported))
+            if not self._checked_ratio:
+                merge_metrics(local, _first_ratio(batch, recorder.logprobs))
             logprobs.update(recorder.by_sequence(batch))
+        self._checked_ratio = True
         for parameter in self._parameters:
             # a window without any signal is a zero gradient, not a missing one: moments decay as they would have
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        if rejection is None and self._objective.reduction is Reduction.TOKEN_SUM:
-            rejection = self._normalise(weight_sum)
+        if self._objective.reduction is Reduction.TOKEN_SUM:
+            self._normalise(weight_sum)
         if rejection is None:
             rejection = self._apply(local)
         self.optimizer.zero_grad(set_to_none=True)
@@ -124,13 +148,13 @@ class Trainer:
             )
         return weight.total
 
-    def _normalise(self, weight_sum: float) -> str | None:
-        """Turn accumulated numerator gradients into the gradient of numerator / weight: the only place the divisor enters."""
-        if weight_sum == 0:
-            return "no token of the window contributes to the loss"
+    def _normalise(self, weight_sum: float) -> None:
+        """Turn accumulated numerator gradients into the gradient of numerator / weight: the only place the divisor enters.
+
+        A window whose every token is masked has weight and gradient zero, and is applied as such.
+        """
         for gradient in self._gradients():
-            gradient.mul_(1.0 / weight_sum)
-        return None
+            gradient.mul_(1.0 / weight_sum if weight_sum else 0.0)
 
     def _gradients(self) -> list[torch.Tensor]:
         return [parameter.grad for parameter in self._parameters if parameter.grad is not None]
@@ -175,3 +199,12 @@ class Trainer:
                 f"rl.certified_deterministic_forward=true, but evaluation and training forwards of the same weights differ by {gap:.3g} "
                 f"nats (tolerance {FORWARD_NOISE_NATS}); disable dropout or set rl.mini_batch_per_replica=0"
             )
+
+
+def _first_ratio(batch: PolicyBatch, logprobs: torch.Tensor | None) -> dict[str, Metric]:
+    """Mean |ratio - 1| against the cached old policy before any step has moved the weights; nothing without such a cache."""
+    if batch.old_logprobs is None or logprobs is None:
+        return {}
+    off = ((logprobs - batch.old_logprobs.to(logprobs.dtype)).exp() - 1).abs()
+    kept = torch.where(batch.loss_mask, off, torch.zeros_like(off))
+    return {"train/first_ratio_absdev": Mean(float(kept.sum()), float(batch.loss_mask.sum()))}

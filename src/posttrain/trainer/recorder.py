@@ -22,14 +22,18 @@ class ScoreRecorder:
         self.logprobs: torch.Tensor | None = None
         """[N] of the last call, detached."""
 
-    def score(self, batch: PolicyBatch, *, temperature: float, dtype: torch.dtype) -> TokenScores:
-        scores = self._policy.score(batch, temperature=temperature, dtype=dtype)
-        self.logprobs = detached = scores.logprobs.detach()
+    def score(self, batch: PolicyBatch, *, temperature: float, dtype: torch.dtype, top_ids: torch.Tensor | None = None) -> TokenScores:
+        scores = self._policy.score(batch, temperature=temperature, dtype=dtype, top_ids=top_ids)
+        self.logprobs = scores.logprobs.detach()
         if not scores.logprobs.requires_grad:
             return scores
-        leaf = detached.clone().requires_grad_()
-        self._cuts.append((scores.logprobs, leaf))
-        return TokenScores(leaf, scores.entropy)
+        top = None if scores.top_logprobs is None else self._cut(scores.top_logprobs)
+        return TokenScores(self._cut(scores.logprobs), scores.entropy, top)
+
+    def _cut(self, output: torch.Tensor) -> torch.Tensor:
+        leaf = output.detach().clone().requires_grad_()
+        self._cuts.append((output, leaf))
+        return leaf
 
     def backward(self, loss: torch.Tensor) -> bool:
         """Accumulate the gradient of `loss`, a scalar of the scores, into the policy's parameters.
@@ -41,8 +45,9 @@ class ScoreRecorder:
         if loss.requires_grad:
             loss.backward()
         live = [(output, leaf.grad) for output, leaf in cuts if leaf.grad is not None and bool((leaf.grad != 0).any())]
-        for output, gradient in live:
-            output.backward(gradient)
+        if live:
+            # one call: both outputs of a batch share a graph, which a second call would find freed
+            torch.autograd.backward([output for output, _ in live], [gradient for _, gradient in live])
         return bool(live)
 
     def by_sequence(self, batch: PolicyBatch) -> dict[tuple[str, int], tuple[float, ...]]:

@@ -6,7 +6,8 @@ import math
 
 import pytest
 
-from posttrain.algorithm.annotators.advantage import STD_EPSILON, annotate, group_advantages
+from posttrain.algorithm.annotators.advantage import STD_EPSILON, group_advantages
+from posttrain.algorithm.annotators.group import GroupAnnotator, GroupRelative
 from posttrain.records import Completion, Prompt, RolloutGroup, Score, ScoredGroup
 
 
@@ -28,5 +29,7 @@ def test_rewards_that_tie_give_exact_zeros(unbiased: bool) -> None:
 
 def test_annotation_trains_on_every_sampled_token() -> None:
     completions = (Completion((4, 5), (-1.0, -2.0), "stop", 0, "x"), Completion((), (), "length", 0, ""))
-    group = annotate(ScoredGroup(RolloutGroup(Prompt("a", "", "", (1,)), completions), (Score(1.0), Score(0.0)), 1.0), unbiased=True)
+    group = GroupAnnotator(GroupRelative(True))(
+        ScoredGroup(RolloutGroup(Prompt("a", "", "", (1,)), completions), (Score(1.0), Score(0.0)), 1.0)
+    )
     assert group.loss_masks == ((True, True), ()) and group.advantages == (0.5, -0.5)

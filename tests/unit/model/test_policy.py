@@ -13,9 +13,9 @@ from posttrain.model.policy import CausalPolicy
 from tests.builders import FP32, exact_policy, ragged_groups, tiny_policy
 
 
-def scores(policy: CausalPolicy, share: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def scores(policy: CausalPolicy, pack_rows: bool) -> tuple[torch.Tensor, torch.Tensor]:
     batch = pack(samples_of(ragged_groups(policy)), pad_id=policy.pad_id, dtype=torch.float64)
-    policy.shares_prompts = share
+    policy.packs = pack_rows
     policy.module.zero_grad()
     out = policy.score(batch, temperature=0.8, dtype=torch.float64)
     (out.logprobs * torch.linspace(-1, 1, len(out.logprobs), dtype=torch.float64)).sum().backward()
@@ -30,12 +30,12 @@ def test_sharing_a_prompt_changes_neither_values_nor_gradients() -> None:
     assert float((shared_gradient - row_gradient).norm() / row_gradient.norm()) <= 1e-12
 
 
-@pytest.mark.parametrize("share", [True, False])
-def test_scores_are_those_of_each_sequence_alone(share: bool) -> None:
+@pytest.mark.parametrize("pack_rows", [True, False])
+def test_scores_are_those_of_each_sequence_alone(pack_rows: bool) -> None:
     policy = exact_policy()
     samples = samples_of(ragged_groups(policy))
     batch = pack(samples, pad_id=policy.pad_id)
-    policy.shares_prompts = share
+    policy.packs = pack_rows
     flat = policy.score(batch, temperature=1.0, dtype=torch.float64).logprobs
     expected: list[float] = []
     for sample in samples:
@@ -50,7 +50,7 @@ def test_a_batch_of_empty_completions_scores_nothing() -> None:
     policy = tiny_policy()
     samples = [s for s in samples_of(ragged_groups(policy)) if not s.completion.token_ids]
     assert samples
-    for policy.shares_prompts in (True, False):
+    for policy.packs in (True, False):
         assert policy.score(pack(samples, pad_id=0), temperature=1.0, dtype=torch.float32).logprobs.shape == (0,)
 
 
@@ -98,8 +98,8 @@ def test_sliding_windows_do_not_share_prompts() -> None:
         sliding_window=8,
     )
     policy = CausalPolicy(tiny.BuiltModel(MistralForCausalLM(config).eval(), tiny.byte_tokenizer(), None), precision=FP32)
-    assert not policy.shares_prompts
-    assert tiny_policy().shares_prompts
+    assert not policy.packs
+    assert tiny_policy().packs
 
 
 def test_autocast_keeps_master_weights_and_stays_near_float32() -> None:

@@ -14,7 +14,7 @@ from posttrain.config import OptimizerConfig
 from posttrain.errors import ConfigError, TrainingError
 from posttrain.model.policy import CausalPolicy
 from posttrain.records import Mean, Sum
-from posttrain.trainer.core import Trainer
+from posttrain.trainer.core import Batching, Trainer
 from tests.builders import exact_policy, objective, ragged_groups, tiny_policy
 
 LOSS_TYPES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-fixed")
@@ -22,7 +22,7 @@ LOSS_TYPES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-me
 
 def gradient(policy: CausalPolicy, *, micro_batch: int, groups: Any, objective: Objective) -> torch.Tensor:
     """The gradient that reaches the optimizer, flat."""
-    trainer = Trainer(OptimizerConfig(lr=0.0), policy=policy, objective=objective, mini_batch=16, micro_batch=micro_batch)
+    trainer = Trainer(OptimizerConfig(lr=0.0), policy=policy, objective=objective, batching=Batching(16, micro_batch))
     seen: list[torch.Tensor] = []
 
     def snapshot(optimizer: Any, *_: Any) -> None:
@@ -61,7 +61,7 @@ def test_ten_steps_at_lr_zero_move_nothing_and_keep_the_ratio_at_one() -> None:
     before = {name: tensor.clone() for name, tensor in policy.module.state_dict().items()}
     groups = ragged_groups(policy)
     loss = objective(batch_per_replica=16, mini_batch_per_replica=8, certified_deterministic_forward=True)
-    trainer = Trainer(OptimizerConfig(lr=0.0), policy=policy, objective=loss, mini_batch=8, micro_batch=4)
+    trainer = Trainer(OptimizerConfig(lr=0.0), policy=policy, objective=loss, batching=Batching(8, 4))
     for _ in range(10):
         result = trainer.train_step(groups)
         assert result.rejection is None and result.applied_steps == 2
@@ -77,7 +77,7 @@ def test_the_old_policy_stays_frozen_over_the_windows_of_a_batch() -> None:
     policy = tiny_policy(dtype=torch.float64)
     groups = ragged_groups(policy)
     loss = objective(batch_per_replica=16, mini_batch_per_replica=8, certified_deterministic_forward=True, logprob_dtype="float64")
-    trainer = Trainer(OptimizerConfig(lr=1e-3), policy=policy, objective=loss, mini_batch=8, micro_batch=8)
+    trainer = Trainer(OptimizerConfig(lr=1e-3), policy=policy, objective=loss, batching=Batching(8, 8))
     result = trainer.train_step(groups)
     assert result.applied_steps == 2
     # the second window trains moved weights against the log-probabilities of the unmoved ones
@@ -90,7 +90,7 @@ def test_noisy_forwards_are_caught_before_a_cached_old_policy_is_used() -> None:
     dropout = torch.nn.Dropout(0.5)
     policy.module.model.layers[0].mlp.register_forward_hook(lambda module, args, out: dropout(out) if module.training else out)
     loss = objective(batch_per_replica=16, mini_batch_per_replica=8, certified_deterministic_forward=True)
-    trainer = Trainer(OptimizerConfig(lr=1e-3), policy=policy, objective=loss, mini_batch=8, micro_batch=8)
+    trainer = Trainer(OptimizerConfig(lr=1e-3), policy=policy, objective=loss, batching=Batching(8, 8))
     with pytest.raises(TrainingError, match="forwards of the same weights differ"):
         trainer.train_step(groups)
 
@@ -120,7 +120,7 @@ def test_a_loss_that_is_not_finite_rejects_the_whole_window(force_finite: bool) 
     policy = tiny_policy()
     groups, before = ragged_groups(policy), weights(policy)
     config = OptimizerConfig(lr=1e-2, force_finite_grads=force_finite)
-    trainer = Trainer(config, policy=policy, objective=poisoned(policy, at=3), mini_batch=16, micro_batch=4)
+    trainer = Trainer(config, policy=policy, objective=poisoned(policy, at=3), batching=Batching(16, 4))
     result = trainer.train_step(groups)
     assert (result.applied_steps, trainer.model_step) == (0, 0)
     assert result.rejection == "the loss of micro-batch 3 is nan"
@@ -131,7 +131,7 @@ def test_a_loss_that_is_not_finite_rejects_the_whole_window(force_finite: bool) 
 def test_windows_before_the_rejected_one_stay_committed() -> None:
     policy = tiny_policy()
     groups, before = ragged_groups(policy), weights(policy)
-    trainer = Trainer(OptimizerConfig(lr=1e-2), policy=policy, objective=poisoned(policy, at=2), mini_batch=8, micro_batch=4)
+    trainer = Trainer(OptimizerConfig(lr=1e-2), policy=policy, objective=poisoned(policy, at=2), batching=Batching(8, 4))
     result = trainer.train_step(groups)
     assert (result.applied_steps, trainer.model_step) == (1, 1)
     assert result.rejection is not None and not torch.equal(weights(policy), before)
@@ -141,7 +141,7 @@ def test_gradients_that_are_not_finite_are_rejected_unless_the_check_is_off() ->
     policy = tiny_policy()
     groups, before = ragged_groups(policy), weights(policy)
     checked = Trainer(
-        OptimizerConfig(lr=1e-2), policy=policy, objective=poisoned(policy, at=0, gradient_only=True), mini_batch=16, micro_batch=16
+        OptimizerConfig(lr=1e-2), policy=policy, objective=poisoned(policy, at=0, gradient_only=True), batching=Batching(16, 16)
     )
     result = checked.train_step(groups)
     assert result.rejection is not None and result.rejection.startswith("the gradient norm is")
@@ -150,8 +150,7 @@ def test_gradients_that_are_not_finite_are_rejected_unless_the_check_is_off() ->
         OptimizerConfig(lr=1e-2, force_finite_grads=False),
         policy=policy,
         objective=poisoned(policy, at=0, gradient_only=True),
-        mini_batch=16,
-        micro_batch=16,
+        batching=Batching(16, 16),
     )
     result = unchecked.train_step(groups)
     assert result.rejection is None and result.metrics["optim/finite_gradient_check_enabled"].value == 0
@@ -165,8 +164,7 @@ def test_clipping_scales_the_gradient_to_the_given_norm() -> None:
         OptimizerConfig(lr=0.0, grad_clip_norm=0.01),
         policy=policy,
         objective=objective(batch_per_replica=16),
-        mini_batch=16,
-        micro_batch=16,
+        batching=Batching(16, 16),
     )
     norms: list[float] = []
     trainer.optimizer.register_step_pre_hook(
@@ -182,7 +180,7 @@ def test_train_keys_freeze_everything_else() -> None:
     groups = ragged_groups(policy)
     before = {name: p.detach().clone() for name, p in policy.module.named_parameters()}
     config = OptimizerConfig(lr=1e-2, train_keys=["layers.1.mlp"])
-    trainer = Trainer(config, policy=policy, objective=objective(batch_per_replica=16), mini_batch=16, micro_batch=8)
+    trainer = Trainer(config, policy=policy, objective=objective(batch_per_replica=16), batching=Batching(16, 8))
     assert trainer.train_step(groups).rejection is None
     for name, p in policy.module.named_parameters():
         assert torch.equal(p, before[name]) == ("layers.1.mlp" not in name), name
@@ -194,8 +192,7 @@ def test_train_keys_that_match_nothing_are_refused() -> None:
             OptimizerConfig(train_keys=["mlp", "lora"]),
             policy=tiny_policy(),
             objective=objective(batch_per_replica=16),
-            mini_batch=16,
-            micro_batch=16,
+            batching=Batching(16, 16),
         )
 
 
@@ -206,7 +203,7 @@ def test_an_objective_without_its_weight_is_refused() -> None:
         Reduction.TOKEN_SUM,
         MetricAdapter({}),
     )
-    trainer = Trainer(OptimizerConfig(), policy=policy, objective=bare, mini_batch=16, micro_batch=16)
+    trainer = Trainer(OptimizerConfig(), policy=policy, objective=bare, batching=Batching(16, 16))
     with pytest.raises(TrainingError, match="objective_weight_sum"):
         trainer.train_step(ragged_groups(policy))
 
@@ -218,7 +215,7 @@ def test_a_metric_the_adapter_does_not_know_is_refused() -> None:
         Reduction.MEAN,
         MetricAdapter({"loss": "train/loss"}),
     )
-    trainer = Trainer(OptimizerConfig(), policy=policy, objective=loud, mini_batch=16, micro_batch=16)
+    trainer = Trainer(OptimizerConfig(), policy=policy, objective=loud, batching=Batching(16, 16))
     with pytest.raises(TrainingError, match="mystery"):
         trainer.train_step(ragged_groups(policy))
 
@@ -226,7 +223,7 @@ def test_a_metric_the_adapter_does_not_know_is_refused() -> None:
 def test_recorded_logprobs_belong_to_their_completions() -> None:
     policy = tiny_policy()
     groups = ragged_groups(policy)
-    trainer = Trainer(OptimizerConfig(lr=0.0), policy=policy, objective=objective(batch_per_replica=16), mini_batch=16, micro_batch=4)
+    trainer = Trainer(OptimizerConfig(lr=0.0), policy=policy, objective=objective(batch_per_replica=16), batching=Batching(16, 4))
     recorded = trainer.train_step(groups).token_logprobs
     for group in groups:
         for index, completion in enumerate(group.scored.rollout.completions):
@@ -245,14 +242,14 @@ def test_micro_batches_without_signal_skip_the_backward_and_change_nothing() -> 
         split = gradient(policy, micro_batch=micro_batch, groups=groups, objective=loss)
         assert float((split - every).norm() / every.norm()) <= 1e-12
     # the tied group is a micro-batch of its own even where both would fit into one
-    trainer = Trainer(OptimizerConfig(lr=0.0), policy=policy, objective=loss, mini_batch=16, micro_batch=16)
+    trainer = Trainer(OptimizerConfig(lr=0.0), policy=policy, objective=loss, batching=Batching(16, 16))
     assert trainer.train_step(groups).metrics["train/skipped_backward_frac"].value == 0.5
 
 
 def test_a_window_without_any_signal_still_decays_the_moments() -> None:
     policy = tiny_policy()
     groups = ragged_groups(policy)
-    trainer = Trainer(OptimizerConfig(lr=1e-3), policy=policy, objective=objective(batch_per_replica=16), mini_batch=16, micro_batch=8)
+    trainer = Trainer(OptimizerConfig(lr=1e-3), policy=policy, objective=objective(batch_per_replica=16), batching=Batching(16, 8))
     trainer.train_step(groups)
     parameter = next(policy.module.parameters())
     before = trainer.optimizer.state[parameter]["exp_avg"].clone()

@@ -5,13 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from posttrain.records import ScoredGroup, TrainGroup
+from posttrain.records import SPREAD_TOLERANCE
 
 STD_EPSILON = 1e-4
 """Added to the group's standard deviation, in reward units."""
-
-SPREAD_TOLERANCE = 1e-9
-"""Rewards closer than this tie: the group carries no signal and its advantages are exactly zero."""
 
 
 def group_advantages(rewards: Sequence[float], *, unbiased: bool) -> tuple[float, ...]:
@@ -28,10 +25,3 @@ def group_advantages(rewards: Sequence[float], *, unbiased: bool) -> tuple[float
         return tuple(centred)
     std = math.sqrt(math.fsum(value * value for value in centred) / (len(rewards) - 1))
     return tuple(value / (std + STD_EPSILON) for value in centred)
-
-
-def annotate(group: ScoredGroup, *, unbiased: bool) -> TrainGroup:
-    """Attach advantages and the loss mask of a group whose every sampled token is trained on."""
-    advantages = group_advantages([score.total for score in group.scores], unbiased=unbiased)
-    masks = tuple((True,) * len(completion.token_ids) for completion in group.rollout.completions)
-    return TrainGroup(group, advantages, masks)

@@ -60,6 +60,10 @@ ObjectiveFn = Callable[[Any, Any], "tuple[torch.Tensor, dict[str, Metric]]"]
 batch is a `posttrain.data.packer.PolicyBatch`."""
 
 
+ReferenceScorer = Callable[[Any], "torch.Tensor"]
+"""batch -> float [N] log-probabilities of its labels under a frozen reference, without a graph."""
+
+
 @dataclass(frozen=True, slots=True)
 class Objective:
     """A trainer-facing definition of a loss. It launches nothing, moves nothing and reads no file."""
@@ -70,8 +74,9 @@ class Objective:
     old_logp_cache: bool = False
     """True: over several optimizer steps of one batch the old policy is frozen, so the trainer computes its
     log-probabilities once, ahead of the first step."""
-    reference_scorer: Callable[[Any], torch.Tensor] | None = None
-    """Per-token log-probabilities of a frozen reference for a batch; the network behind it belongs to the trainer."""
+    reference_scorer: ReferenceScorer | None = None
+    """Asks the trainer to attach `reference_logprobs` to every batch it differentiates; the objective reads them there. The
+    network behind the scorer belongs to the trainer."""
     identity: Mapping[str, object] = field(default_factory=lambda: MappingProxyType({}))
     """Values that define the loss, for provenance and exact resume."""
 
@@ -84,6 +89,10 @@ class ModelContext:
     """Effective policy and tokenizer identity."""
     max_response_length: int
     """`rollout.max_tokens`: the fixed divisor of `seq-mean-token-sum-fixed`."""
+    reference_scorer: ReferenceScorer | None = None
+    """Scores the frozen reference that `rl.ref.build_ref` asks for; None without one."""
+    reference_artifact: str | None = None
+    """Content identity of `rl.ref.model_dir`; None when the reference is the policy's own checkpoint."""
 
 
 ObjectiveBuilder = Callable[[Any, ModelContext], Objective]

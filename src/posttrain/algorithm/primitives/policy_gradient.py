@@ -9,6 +9,13 @@ from dataclasses import dataclass
 
 import torch
 
+SEQUENCE_LOG_RATIO_CAP = 10.0
+"""Upper bound of a response's mean log-ratio, in nats. There is none from below: the epsilon clip already zeroes the gradient
+of a positive advantage far off-policy, and without a dual clip this cap is the only bound on a negative one."""
+
+KL_LOG_RATIO_BOUND = 20.0
+"""Nats beyond which the log-ratio of the KL penalty is clamped, value and gradient alike."""
+
 
 @dataclass(frozen=True, slots=True)
 class ClippedLoss:
@@ -17,7 +24,7 @@ class ClippedLoss:
     losses: torch.Tensor
     """[N], connected to the graph."""
     ratios: torch.Tensor
-    """[N] importance ratios, detached."""
+    """[N] importance ratios, detached; at the sequence level every token carries its response's."""
     clipped: torch.Tensor
     """bool [N]: the epsilon clip changed the token's loss."""
     dual_clipped: torch.Tensor
@@ -25,9 +32,8 @@ class ClippedLoss:
 
 
 def clipped_policy_gradient_loss(
-    logprobs: torch.Tensor,
+    log_ratios: torch.Tensor,
     *,
-    old_logprobs: torch.Tensor,
     advantages: torch.Tensor,
     epsilon_low: float,
     epsilon_high: float,
@@ -36,18 +42,17 @@ def clipped_policy_gradient_loss(
     """The PPO surrogate (arXiv 1707.06347, eq. 7) with asymmetric bounds (arXiv 2503.14476, eq. 10) and dual clip
     (arXiv 1912.09729, eq. 5), as a loss to minimise.
 
-    With r = exp(logprobs - old_logprobs):
+    With r = exp(log_ratios):
         objective = min(r A, clip(r, 1 - epsilon_low, 1 + epsilon_high) A)
         where A < 0 and lower_bound_ratio = c > 0:  objective = max(objective, c A)
 
     Args:
-        logprobs: [N] of the policy being trained.
-        old_logprobs: [N], constant; equal to `logprobs` on-policy.
+        log_ratios: [N] of the policy being trained over the old one: per token, or `sequence_log_ratio`.
         advantages: [N], one per token.
         epsilon_low, epsilon_high: a negative value removes the bound of that side.
         lower_bound_ratio: c; 0 disables the dual clip.
     """
-    ratios = torch.exp(logprobs - old_logprobs)
+    ratios = torch.exp(log_ratios)
     low = 1.0 - epsilon_low if epsilon_low >= 0 else None
     high = 1.0 + epsilon_high if epsilon_high >= 0 else None
     bounded = ratios if low is None and high is None else ratios.clamp(min=low, max=high)
@@ -60,6 +65,58 @@ def clipped_policy_gradient_loss(
         dual_clipped = (advantages < 0) & (losses > ceiling)
         losses = torch.where(dual_clipped, ceiling, losses)
     return ClippedLoss(losses, ratios.detach(), clipped, dual_clipped)
+
+
+def sequence_log_ratio(
+    logprobs: torch.Tensor, *, old_logprobs: torch.Tensor, loss_mask: torch.Tensor, sequence: torch.Tensor, num_sequences: int
+) -> torch.Tensor:
+    """The response's mean log-ratio on each of its tokens, in the stop-gradient form of GSPO-token (arXiv 2507.18071, eq. 14).
+
+    With c_t = logprobs and z_i the mean of c_t - old_t over the masked tokens of response i:
+        l_t = sg[min(z_i, 10)] + (c_t - sg[c_t])
+    The value is z_i on every token and the gradient reaches that token's own log-probability alone, which for one advantage
+    per response equals the paper's sequence objective in value, clip decision and parameter gradient.
+
+    Args:
+        logprobs: [N], connected to the graph; old_logprobs: [N]; loss_mask: bool [N]; sequence: int64 [N].
+    """
+    own = logprobs.detach()
+    masked = torch.where(loss_mask, own - old_logprobs, torch.zeros_like(own))
+    counts = per_sequence_sum(loss_mask.to(own.dtype), sequence, num_sequences).clamp(min=1)
+    mean = per_sequence_sum(masked, sequence, num_sequences) / counts
+    return mean.clamp(max=SEQUENCE_LOG_RATIO_CAP)[sequence] + (logprobs - own)
+
+
+@dataclass(frozen=True, slots=True)
+class KLPenalty:
+    """Per-token estimates of the divergence from the reference."""
+
+    losses: torch.Tensor
+    """[N] k3, connected to the graph through the clamped coefficient."""
+    values: torch.Tensor
+    """[N] exact k3, detached: what is logged."""
+
+
+def sampled_k3_penalty(logprobs: torch.Tensor, *, reference_logprobs: torch.Tensor, coeff_clamp: float | None) -> KLPenalty:
+    """The GRPO estimator of KL(policy || reference) from sampled tokens (arXiv 2402.03300, eq. 4).
+
+    With z = reference - policy log-probability, clamped to +-20 nats: k3 = exp(z) - z - 1 >= 0. Differentiated through the
+    policy's log-probability its coefficient is 1 - exp(z), which is unbounded for z > 0; `coeff_clamp` = c keeps the value and
+    gives it the gradient of k3's linear extension beyond |z| = c, so that the coefficient is 1 - exp(clamp(z, -c, c)).
+
+    Args:
+        logprobs: [N], connected to the graph; reference_logprobs: [N], constant.
+        coeff_clamp: nats in (0, 20); None keeps the exact gradient.
+    """
+    z = (reference_logprobs - logprobs).clamp(-KL_LOG_RATIO_BOUND, KL_LOG_RATIO_BOUND)
+    exact = torch.expm1(z) - z
+    if coeff_clamp is None:
+        return KLPenalty(exact, exact.detach())
+    values = exact.detach()
+    slope = -torch.expm1(z.detach().clamp(-coeff_clamp, coeff_clamp))
+    inside = (reference_logprobs - logprobs.detach()).abs() < KL_LOG_RATIO_BOUND
+    slope = torch.where(inside, slope, torch.zeros_like(slope))
+    return KLPenalty(values + slope * (logprobs - logprobs.detach()), values)
 
 
 def per_sequence_sum(values: torch.Tensor, sequence: torch.Tensor, num_sequences: int) -> torch.Tensor:

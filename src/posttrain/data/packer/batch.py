@@ -39,15 +39,21 @@ class PolicyBatch:
     loss_mask: torch.Tensor
     """bool [N]: recorded by the sampler and the annotators, never derived from pad ids."""
     advantages: torch.Tensor
-    """float [S]: one per sequence."""
+    """float [S]: one per sequence; where an annotator gave one per token, their mean over the sequence."""
     sampled_logprobs: torch.Tensor
     """float [N]: what the sampler recorded, in nats."""
-    truncated: torch.Tensor
-    """bool [S]: the completion was cut at the token budget."""
     keys: tuple[tuple[str, int], ...]
     """(prompt id, sample index) of each sequence."""
     old_logprobs: torch.Tensor | None = None
     """float [N] of the frozen old policy; None while the old policy is the current one."""
+    reference_logprobs: torch.Tensor | None = None
+    """float [N] of the frozen reference; None where the objective asked for none."""
+    token_advantages: torch.Tensor | None = None
+    """float [N]: one per token; None while every sequence has a single one."""
+    top_ids: torch.Tensor | None = None
+    """int64 [N, k]: the sampler's most likely tokens at each position; None where it recorded none."""
+    top_logprobs: torch.Tensor | None = None
+    """float [N, k]: their log-probabilities under the sampler, in nats."""
 
     @property
     def num_sequences(self) -> int:
@@ -55,6 +61,13 @@ class PolicyBatch:
 
     def with_old_logprobs(self, old_logprobs: torch.Tensor) -> PolicyBatch:
         return replace(self, old_logprobs=old_logprobs)
+
+    def with_reference_logprobs(self, reference_logprobs: torch.Tensor) -> PolicyBatch:
+        return replace(self, reference_logprobs=reference_logprobs)
+
+    def advantages_of_tokens(self) -> torch.Tensor:
+        """float [N]."""
+        return self.advantages[self.sequence] if self.token_advantages is None else self.token_advantages
 
     def to(self, device: torch.device) -> PolicyBatch:
         """The same batch on another device."""

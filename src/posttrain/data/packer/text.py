@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from posttrain.data.packer.batch import PolicyBatch
-from posttrain.records import Completion, Prompt, TrainGroup
+from posttrain.records import Advantage, Completion, Prompt, TrainGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,8 +19,13 @@ class TrainSample:
     index: int
     """Position inside its group."""
     completion: Completion
-    advantage: float
+    advantage: Advantage
     loss_mask: tuple[bool, ...]
+
+    @property
+    def has_signal(self) -> bool:
+        """Whether any token has an advantage."""
+        return any(self.advantage) if isinstance(self.advantage, tuple) else self.advantage != 0
 
 
 def samples_of(groups: Sequence[TrainGroup]) -> list[TrainSample]:
@@ -57,11 +62,38 @@ def pack(samples: Sequence[TrainSample], *, pad_id: int, dtype: torch.dtype = to
         labels=torch.tensor([token for sample in samples for token in sample.completion.token_ids], dtype=torch.int64),
         sequence=torch.repeat_interleave(torch.arange(len(samples)), lengths),
         loss_mask=torch.tensor([flag for sample in samples for flag in sample.loss_mask], dtype=torch.bool),
-        advantages=torch.tensor([sample.advantage for sample in samples], dtype=dtype),
+        advantages=torch.tensor([_mean(sample.advantage) for sample in samples], dtype=dtype),
         sampled_logprobs=torch.tensor([value for sample in samples for value in sample.completion.logprobs], dtype=dtype),
-        truncated=torch.tensor([sample.completion.finish_reason == "length" for sample in samples], dtype=torch.bool),
         keys=tuple((sample.prompt.id, sample.index) for sample in samples),
+        token_advantages=_token_advantages(samples, dtype),
+        **_top_tokens(samples, dtype),
     )
+
+
+def _mean(advantage: Advantage) -> float:
+    return sum(advantage) / max(len(advantage), 1) if isinstance(advantage, tuple) else advantage
+
+
+def _token_advantages(samples: Sequence[TrainSample], dtype: torch.dtype) -> torch.Tensor | None:
+    """float [N] as soon as one sample has an advantage per token."""
+    if not any(isinstance(sample.advantage, tuple) for sample in samples):
+        return None
+    values: list[float] = []
+    for sample in samples:
+        own = sample.advantage
+        values += own if isinstance(own, tuple) else [own] * len(sample.completion.token_ids)
+    return torch.tensor(values, dtype=dtype)
+
+
+def _top_tokens(samples: Sequence[TrainSample], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """ids and log-probabilities [N, k] where the sampler recorded them on every completion."""
+    tops = [sample.completion.top for sample in samples]
+    if not tops or any(top is None for top in tops):
+        return {}
+    return {
+        "top_ids": torch.cat([torch.from_numpy(top.ids) for top in tops if top is not None]).to(torch.int64),
+        "top_logprobs": torch.cat([torch.from_numpy(top.logprobs) for top in tops if top is not None]).to(dtype),
+    }
 
 
 def _padded(rows: Sequence[tuple[int, ...]], pad_id: int, *, left: bool) -> torch.Tensor:

@@ -23,7 +23,7 @@ def test_the_documented_example() -> None:
     assert batch.labels.tolist() == [1, 2, 3] and batch.sequence.tolist() == [0, 0, 1]
     assert batch.loss_mask.tolist() == [True, True, False] and batch.advantages.tolist() == [1.0, -1.0]
     assert batch.sampled_logprobs.tolist() == [-0.5, -1.0, -1.5]
-    assert batch.truncated.tolist() == [False, True] and batch.keys == (("a", 0), ("a", 1))
+    assert batch.keys == (("a", 0), ("a", 1))
 
 
 def test_prompts_are_left_padded_and_listed_once_per_run_of_samples() -> None:
