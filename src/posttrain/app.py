@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
+    from posttrain.checkpoint.lifecycle import ResumePoint
     from posttrain.config.root import RootConfig
     from posttrain.errors import Violation
 
+VERBS = ("check", "doctor", "report", "reproduce", "export")
 REFUSED = 2
 """Exit code of a configuration that must not start."""
 INTERRUPTED = 130
@@ -21,7 +23,8 @@ INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Entry of `posttrain`; exits the process with 0, 1 (a run failed), 2 (refused) or 130 (interrupted)."""
+    """Entry of `posttrain`; exits the process with 0, 1 (a run failed), 2 (refused), 75 (asked to end early: saved, to be continued
+    with the same command) or 130 (interrupted)."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if any(flag in arguments for flag in ("--help", "-h")):
         from posttrain.help import help_text
@@ -39,6 +42,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(doctor())
     if verb == "report":
         sys.exit(_report(arguments[1:]))
+    if verb == "reproduce":
+        sys.exit(_reproduce(arguments[1:]))
+    if verb == "export":
+        from posttrain.checkpoint.export import main as export_main
+
+        sys.exit(export_main(arguments[1:]))
     if verb.isalpha():
         sys.exit(_unknown_verb(verb))
     try:
@@ -69,7 +78,7 @@ def _unknown_verb(verb: str) -> int:
     from posttrain.config.base import nearest
 
     print(
-        f"posttrain: {verb!r} is no command; {nearest(verb, ['check', 'doctor', 'report'])} Training takes GROUP=OPTION and KEY=VALUE",
+        f"posttrain: {verb!r} is no command; {nearest(verb, list(VERBS))} Training takes GROUP=OPTION and KEY=VALUE",
         file=sys.stderr,
     )
     return REFUSED
@@ -101,6 +110,20 @@ def _report(arguments: Sequence[str]) -> int:
         print(f"posttrain: {error}", file=sys.stderr)
         return REFUSED
     return 0
+
+
+def _reproduce(arguments: Sequence[str]) -> int:
+    from posttrain.errors import ReportError
+    from posttrain.runtime.reproduce import reproduce
+
+    if len(arguments) != 1:
+        print("usage: posttrain reproduce RUN_DIR", file=sys.stderr)
+        return REFUSED
+    try:
+        return reproduce(Path(arguments[0]))
+    except ReportError as error:
+        print(f"posttrain: {error}", file=sys.stderr)
+        return REFUSED
 
 
 def _hydra(arguments: list[str]) -> None:
@@ -163,24 +186,55 @@ def run(composed: DictConfig) -> float | None:
     from omegaconf import OmegaConf
 
     from posttrain.config import resolve
-    from posttrain.errors import ConfigError, PosttrainError
+    from posttrain.errors import ConfigError, EmergencyStop, PosttrainError
     from posttrain.preflight import inspect
     from posttrain.runtime.rundir import claim, reloadable
+    from posttrain.runtime.stop import SAVED_EXIT
 
     try:
         root = resolve(composed)
         found = inspect(root)
         if found:
             raise ConfigError(found)
-        run_dir = Path(HydraConfig.get().runtime.output_dir)
-        moved = claim(run_dir)
-        if moved is not None:
-            print(f"an earlier run of this name was moved to {moved}")
+        run_dir = Path(HydraConfig.get().runtime.output_dir) / root.rl.run_ts
+        resume = _resume_point(run_dir, root)
+        if resume is None:
+            moved = claim(run_dir)
+            if moved is not None:
+                print(f"an earlier run of this name was moved to {moved}")
+        elif resume.manifest.step >= root.rl.max_steps:
+            print(
+                f"this run is finished: {resume.folder} was saved after step {resume.manifest.step} of {root.rl.max_steps}; to go on "
+                "raise rl.max_steps, to start again set rl.resume=off or another job.name"
+            )
+            _archive_leftovers(run_dir, root)
+            return resume.training_state["score"]
         from posttrain.loop.launch import launch
 
         container = OmegaConf.to_container(OmegaConf.structured(root), resolve=True)
         assert isinstance(container, dict)
         plain = {str(key): value for key, value in container.items()}
-        return launch(root, run_dir=run_dir, plain_config=reloadable(plain, root=root))
+        return launch(root, run_dir=run_dir, plain_config=reloadable(plain, root=root), resume=resume)
+    except EmergencyStop as stopped:
+        print(f"posttrain: {stopped}", file=sys.stderr)
+        sys.exit(SAVED_EXIT)
     except PosttrainError as error:
         raise CompactHydraException(f"posttrain: {error}") from error
+
+
+def _resume_point(run_dir: Path, root: RootConfig) -> ResumePoint | None:
+    """Where this run continues; None when it starts. Reading and verifying a checkpoint needs no torch."""
+    from posttrain.checkpoint.lifecycle import find_resume_point
+    from posttrain.checkpoint.store import primary_store
+
+    return find_resume_point(run_dir, root.rl.resume, primary_store(root, run_dir))
+
+
+def _archive_leftovers(run_dir: Path, root: RootConfig) -> None:
+    """Upload what the finished run could not."""
+    from posttrain.checkpoint.lifecycle import archive_leftovers
+    from posttrain.checkpoint.store import archive_store
+
+    archive = archive_store(root, run_dir)
+    if archive is not None:
+        archive_leftovers(run_dir, archive, announce=print)

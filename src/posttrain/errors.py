@@ -70,5 +70,13 @@ class TrainingError(PosttrainError, RuntimeError):
     """An optimizer window that was rejected, or an objective that broke its contract."""
 
 
+class CheckpointError(PosttrainError, RuntimeError):
+    """A save that could not be written, or a checkpoint that must not be loaded; names the file."""
+
+
+class EmergencyStop(PosttrainError):
+    """The run was asked to end early, saved everything, and can be continued."""
+
+
 class ReportError(PosttrainError, ValueError):
     """A run directory that `posttrain report` cannot read."""

@@ -12,6 +12,8 @@ usage: posttrain [GROUP=OPTION | KEY=VALUE]...       train
        posttrain check [GROUP=OPTION | KEY=VALUE]... check everything and print the plan, run nothing
        posttrain doctor                              versions, devices, optional parts
        posttrain report RUN_DIR                      write RUN_DIR/report.html
+       posttrain export RUN_DIR [--step N]           write a Hugging Face directory of a saved model
+       posttrain reproduce RUN_DIR                   run the first step again and compare it digit by digit
 
 examples:
   posttrain experiment=tiny                          the whole pipeline on a random model, in seconds

@@ -63,7 +63,7 @@ CASES = {
     "number_for_list": Broken("rl.optimizer.betas=0.9", {"rl.optimizer.betas": "must be a list of numbers"}),
     "null_for_integer": Broken("rl.seed=null", {"rl.seed": "must be an integer"}),
     "value_for_section": Broken("rl.optimizer=adamw", {"rl.optimizer": "is a section (OptimizerConfig)"}),
-    "unknown_option": Broken("algorithm=ppo", {"algorithm": "known: grpo, legacy_pg"}),
+    "unknown_option": Broken("algorithm=ppo", {"algorithm": "known: dapo, dr_grpo, grpo, gspo, legacy_pg"}),
     "unknown_experiment": Broken("experiment=tinny", {"experiment": "did you mean 'tiny'?"}),
     "no_equals_sign": Broken("rl.seed", {"rl.seed": "must read KEY=VALUE"}),
     "open_bracket": Broken("rl.optimizer.betas=[0.9", {"rl.optimizer.betas": "has an unbalanced bracket"}),
@@ -74,7 +74,7 @@ CASES = {
     "choice": Broken("rl.loss_type=token_mean", {"rl.loss_type": "did you mean 'token-mean'?"}),
     "bound": Broken("rollout.top_p=1.5", {"rollout.top_p": "must be <= 1.0"}),
     "not_finite": Broken("rl.optimizer.eps=nan", {"rl.optimizer.eps": "must be a finite number"}),
-    "pending": Broken("algorithm=grpo rl.kl_beta=0.1", {"rl.kl_beta": "is not available yet"}),
+    "pending": Broken("algorithm=grpo rl.routing_replay=rollout", {"rl.routing_replay": "is not available yet"}),
     "group_does_not_divide_batch": Broken(
         "rl.batch_per_replica=30 rl.group_size=8", {"rl.batch_per_replica": "must be a positive multiple of rl.group_size=8"}
     ),
@@ -84,6 +84,52 @@ CASES = {
     ),
     "grad_accum": Broken("rl.grad_accum=2", {"rl.grad_accum": "use rl.micro_batch_per_replica"}),
     "legacy_pg_with_clip": Broken("rl.epsilon_low=0.1", {"rl.epsilon_low": "is never read by grpo_surrogate=legacy_pg"}),
+    "kl_without_reference": Broken("algorithm=grpo rl.kl_beta=0.1", {"rl.kl_beta": "needs a frozen reference"}),
+    "reference_without_weights": Broken(
+        "algorithm=grpo rl.kl_beta=0.1 rl.ref.build_ref=true rl.ref.model_dir={tmp}", {"rl.ref.model_dir": "holds no weight file"}
+    ),
+    "reference_nowhere": Broken(
+        "algorithm=grpo rl.kl_beta=0.1 rl.ref.build_ref=true rl.ref.model_dir={tmp}/none", {"rl.ref.model_dir": "is not a directory"}
+    ),
+    "unbounded_kl_clamp": Broken(
+        "algorithm=grpo rl.kl_beta=0.1 rl.ref.build_ref=true rl.kl_coeff_clamp=20", {"rl.kl_coeff_clamp": "must be < 20"}
+    ),
+    "gspo_with_dual_clip": Broken("algorithm=gspo rl.lower_bound_ratio=3", {"rl.lower_bound_ratio": "must be 0 with rl.importance"}),
+    "gspo_uncertified": Broken(
+        "algorithm=gspo rl.certified_deterministic_forward=false", {"rl.certified_deterministic_forward": "cached over n_mini=4"}
+    ),
+    "dr_grpo_with_wide_epsilon": Broken("algorithm=dr_grpo rl.optimizer.eps=1e-6", {"rl.optimizer.eps": "is not the step size"}),
+    "both_recipe_guards": Broken(
+        "algorithm=dr_grpo rl.optimizer.eps=1e-6 rl.min_informative_groups=1",
+        {"rl.optimizer.eps": "recipe_guard_severity=error", "rl.min_informative_groups": "recipe_guard_severity=error"},
+    ),
+    "dapo_with_two_quotas": Broken("algorithm=dapo rl.min_informative_groups=2", {"rl.min_informative_groups": "both set the quota"}),
+    "refill_without_quota": Broken(
+        "algorithm=grpo rl.dynamic_sampling_refill_dispatch=whole_budget",
+        {"rl.dynamic_sampling_refill_dispatch": "is read only while a quota"},
+    ),
+    "quota_not_finite": Broken("algorithm=grpo rl.min_informative_groups_frac=nan", {"rl.min_informative_groups_frac": "must be a finite"}),
+    "centering_with_mini_batches": Broken(
+        "algorithm=grpo rl.score_centering.enabled=true rl.mini_batch_per_replica=16 rl.certified_deterministic_forward=true",
+        {"rl.score_centering.enabled": "needs one optimizer step per batch"},
+    ),
+    "inert_centering": Broken("algorithm=grpo rl.score_centering.compose=tis", {"rl.score_centering.compose": "is read only with"}),
+    "token_budget_below_one_sample": Broken(
+        "algorithm=grpo rl.micro_batch_tokens=64 rl.data.max_prompt_tokens=40", {"rl.micro_batch_tokens": "must hold one sample"}
+    ),
+    "estimator_module": Broken(
+        "algorithm=grpo rl.advantage_estimator=no_module.estimate", {"rl.advantage_estimator": "'no_module' was not found"}
+    ),
+    "estimator_and_unbiased": Broken(
+        "algorithm=dr_grpo rl.advantage_estimator=posttrain.algorithm.grpo.build_objective",
+        {"rl.unbiased_advantage": "computes the advantages"},
+    ),
+    "empty_batch": Broken("algorithm=grpo rl.batch_per_replica=0", {"rl.batch_per_replica": "must be a positive multiple"}),
+    "raw_logprobs_tempered": Broken(
+        "algorithm=grpo rl.use_rollout_logprobs_for_loss=true rl.temperature=0.5 rollout.temperature=0.5",
+        {"rl.use_rollout_logprobs_for_loss": "needs rollout.temperature=rl.temperature=1.0"},
+    ),
+    "negative_alarm": Broken("tracker.alarms.logprob_gap=-1", {"tracker.alarms.logprob_gap": "must be >= 0"}),
     "greedy_groups": Broken("rollout.temperature=0", {"rollout.temperature": "grouped rollout needs >= 0.01"}),
     "warped_sampling": Broken("rollout.top_k=50", {"rollout.top_k": "on-policy"}),
     "ray_grid": Broken("grid=colocated", {"grid.backend": "is not available yet"}),

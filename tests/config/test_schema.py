@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 
 from posttrain.config import GRPOConfig, HFRolloutConfig, RolloutConfig, VLLMRolloutConfig, resolve_data_seed, resolve_precision
-from posttrain.config.base import default_of
+from posttrain.config.base import default_of, field_violations
 from posttrain.config.data import PromptEnvConfig
 from posttrain.config.grpo import DataPoolConfig, GRPORefConfig, ScoreCenteringConfig
 from posttrain.config.run import HFRunConfig, RunConfig
+from posttrain.config.tracker import AlarmConfig
 
 GRPO_DEFAULTS: dict[str, Any] = {
     "grpo_surrogate": "clipped",
@@ -32,6 +33,8 @@ GRPO_DEFAULTS: dict[str, Any] = {
     "importance_sampling_level": "token",
     "kl_beta": 0.0,
     "kl_coeff_clamp": None,
+    "advantage_estimator": "",
+    "micro_batch_tokens": 0,
     "ref.build_ref": False,
     "ref.update_every": 0,
     "ref.model_dir": None,
@@ -90,7 +93,7 @@ GRPO_DEFAULTS: dict[str, Any] = {
     "optimizer.eps": 1e-8,
     "keep_optim_last": None,
 }
-"""Typed from the GRPO table of the specification."""
+"""Typed from the GRPO table of the specification; `advantage_estimator` and `micro_batch_tokens` are additions that default to off."""
 
 VLLM_DEFAULTS: dict[str, Any] = {
     "limit_mm_per_prompt": None,
@@ -149,6 +152,7 @@ DOCUMENTED = [
     GRPORefConfig,
     ScoreCenteringConfig,
     DataPoolConfig,
+    AlarmConfig,
 ]
 
 
@@ -193,6 +197,14 @@ def test_derived_sizes(
     assert (rl.prompts_per_data_replica, rl.groups_per_step) == (prompts, prompts)
     assert (rl.n_mini, rl.n_micro, rl.mini_batch, rl.micro_batch) == (n_mini, n_micro, mini_size, micro_size)
     assert rl.effective_min_informative_groups == 0
+
+
+@pytest.mark.parametrize(("batch", "group", "mini", "micro"), [(0, 8, 0, 0), (-8, 8, 0, 0), (32, 0, -4, -1), (4, 8, 8, 8)])
+def test_sizes_that_are_refused_still_derive(batch: int, group: int, mini: int, micro: int) -> None:
+    """All rules must be judged at once, those that read derived sizes too."""
+    rl = GRPOConfig(batch_per_replica=batch, group_size=group, mini_batch_per_replica=mini, micro_batch_per_replica=micro)
+    assert all(isinstance(size, int) for size in (rl.groups_per_step, rl.prompts_per_data_replica, rl.n_mini, rl.n_micro))
+    assert [*field_violations("rl", rl), *rl.violations("rl")]
 
 
 @pytest.mark.parametrize(

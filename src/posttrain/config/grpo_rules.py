@@ -185,7 +185,7 @@ def _old_policy(rl: GRPOConfig, path: str) -> Iterator[Violation]:
         )
     elif rl.certified_deterministic_forward and rl.n_mini == 1:
         yield Violation(key, True, "is read only with n_mini > 1", f"set {path}.mini_batch_per_replica")
-    elif rl.certified_deterministic_forward and not cached:
+    elif rl.certified_deterministic_forward and rl.use_rollout_logprobs_for_loss:
         rule = f"is never read with {path}.use_rollout_logprobs_for_loss=true, which caches no old policy"
         yield Violation(key, True, rule, "set it to false")
 
@@ -258,7 +258,7 @@ def _dynamic_sampling(rl: GRPOConfig, path: str) -> Iterator[Violation]:
     if literal and share is not None:
         rule = f"cannot be combined with {path}.min_informative_groups_frac={share}: both set the quota"
         yield Violation(f"{path}.min_informative_groups", literal, rule, "leave it at 0")
-    if literal * rl.group_size > rl.batch_per_replica:
+    if literal > 0 and literal * rl.group_size > rl.batch_per_replica:
         yield Violation(
             f"{path}.min_informative_groups",
             literal,

@@ -7,7 +7,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from posttrain.config.base import choice, pending
+from posttrain.config.base import bounded, choice
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -16,24 +16,25 @@ DTYPES = ("float32", "bfloat16", "float16")
 class ParallelismConfig:
     """How one policy instance shards over its ranks."""
 
-    dp_replicate: int = pending(1)
+    dp_replicate: int = bounded(1, ge=1)
     """Replicas of the sharded model (HSDP); 1 is pure sharding."""
-    dp_shard: int = pending(1)
+    dp_shard: int = bounded(1, ge=1)
     """Ranks that share one copy of the parameters (FSDP)."""
 
 
 @dataclass
 class LoraConfig:
-    """Low-rank adapters: only they train, save and travel."""
+    """Low-rank adapters (arXiv 2106.09685): only they train, save and travel. Engines of their own get the merged weights."""
 
-    rank: int = pending(0)
+    rank: int = bounded(0, ge=0)
     """Adapter rank; 0 trains the full weights."""
-    alpha: float = pending(16.0)
+    alpha: float = bounded(16.0, gt=0.0)
     """Scale: the adapter's output is multiplied by alpha / rank."""
-    dropout: float = pending(0.0)
-    """Dropout on the adapter's input."""
-    target_modules: list[str] = pending(list)
-    """Module names to adapt; empty adapts every linear layer but the head."""
+    dropout: float = bounded(0.0, ge=0.0, lt=1.0)
+    """Dropout on the adapter's input while training; the sampler never drops."""
+    target_modules: list[str] = field(default_factory=list[str])
+    """Last parts of the names of the linear layers to adapt, e.g. [q_proj, v_proj]; empty adapts every linear layer but the head.
+    Embeddings, heads and stacked experts take no adapter."""
 
 
 @dataclass
@@ -50,14 +51,14 @@ class HFModelConfig(ModelConfig):
     (dequantized once into the cache)."""
     dtype: str = choice(*DTYPES)
     """Parameter dtype unless the precision block of `rl` says otherwise."""
-    fsdp_reduce_dtype: str = choice(*DTYPES, pending=True)
+    fsdp_reduce_dtype: str = choice(*DTYPES)
     """Gradient all-reduce dtype unless `rl.reduce_dtype` says otherwise."""
     attn_implementation: str = choice("sdpa", "eager", "flash_attention_2")
     """transformers' attention kernel."""
     trust_remote_code: bool = False
     """Allow a checkpoint to bring its own Python code; applies to model, tokenizer and engine alike."""
-    gradient_checkpointing: bool = pending(False)
-    """Recompute activations in the backward pass."""
+    gradient_checkpointing: bool = False
+    """Keep only every layer's input and recompute the rest in the backward pass: less memory, about a third more work."""
     parallelism: ParallelismConfig = field(default_factory=ParallelismConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
 

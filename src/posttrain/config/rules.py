@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from posttrain.config.base import default_of
+from posttrain.config.checkpoint import checkpoint_violations
 from posttrain.config.data import PromptEnvConfig
 from posttrain.config.grpo import GRPOConfig
 from posttrain.config.model import HFModelConfig, NativePolicyBuildSpec
+from posttrain.config.optimizer_rules import optimizer_cautions, optimizer_violations
+from posttrain.config.parallel_rules import parallel_cautions, parallel_violations
 from posttrain.config.rollout import RolloutConfig, VLLMRolloutConfig
 from posttrain.config.root import RootConfig
 from posttrain.config.run import precision_violations, resolve_precision
@@ -19,8 +22,11 @@ def cross_violations(root: RootConfig) -> Iterator[Violation]:
     if not isinstance(root.rl, GRPOConfig):
         return
     if isinstance(root.model, HFModelConfig | NativePolicyBuildSpec):
-        yield from precision_violations(root.rl, root.model.dtype, sharded=False)
+        yield from precision_violations(root.rl, root.model.dtype, sharded=root.grid.ranks > 1)
         yield from _engine_violations(root, root.model)
+    yield from checkpoint_violations("rl", root.rl)
+    yield from optimizer_violations(root)
+    yield from parallel_violations(root)
     yield from _sampling_violations(root.rl, root.rollout)
     yield from _collection_violations(root)
     yield from _data_violations("rl.data", root.rl.data)
@@ -35,6 +41,8 @@ def cautions(root: RootConfig) -> Iterator[str]:
     if isinstance(rl, GRPOConfig):
         yield from rl.cautions("rl")
         yield from _width_cautions(root, rl)
+    yield from optimizer_cautions(root)
+    yield from parallel_cautions(root)
     if not rl.optimizer.force_finite_grads:
         yield "rl.optimizer.force_finite_grads=false: a gradient that is not finite will be applied (a non-finite loss is still refused)"
     if isinstance(rl, GRPOConfig) and rl.data.shuffle and rl.seed == 0 and root.rollout.seed and not rl.data_seed_follows_rollout_seed:
@@ -85,8 +93,9 @@ def _collection_violations(root: RootConfig) -> Iterator[Violation]:
     if not isinstance(rl, GRPOConfig):
         return
     cells = root.grid.num_replicas
+    has_quota = rl.min_informative_groups > 0 or rl.min_informative_groups_frac is not None
     for name, off in (("dynamic_sampling_refill_mode", "all"), ("dynamic_sampling_quota_scope", "cell")):
-        if cells == 1 and rl.effective_min_informative_groups and getattr(rl, name) != off:
+        if cells == 1 and has_quota and getattr(rl, name) != off:
             yield Violation(
                 f"rl.{name}",
                 getattr(rl, name),
@@ -134,7 +143,7 @@ def _engine_violations(root: RootConfig, model: HFModelConfig | NativePolicyBuil
             yield Violation(
                 "rollout.dtype", rollout.dtype, f"must equal rl.transfer_dtype={rl.transfer_dtype}", "leave it empty to inherit that dtype"
             )
-    else:
+    elif root.grid.ranks == 1:
         for key, value in (("rl.transfer_dtype", rl.transfer_dtype), ("rl.weight_sync_bucket_bytes", rl.weight_sync_bucket_bytes)):
             if value and value != precision.master:
                 yield Violation(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from posttrain.config.tracker import AlarmConfig
 
@@ -43,6 +44,14 @@ class Alarms:
         self._raised = set(standing)
         return new
 
+    def state(self) -> dict[str, Any]:
+        """What the alarms remember; the memory curve starts anew with every process."""
+        return {"raised": sorted(self._raised), "tied_steps": self._tied_steps}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from a saved `state`."""
+        self._raised, self._tied_steps = set(state["raised"]), state["tied_steps"]
+
     def _standing(self, step: int, metrics: Mapping[str, float]) -> Iterator[Alarm]:
         config = self._config
         # without a cached old policy every ratio of the batch belongs to its only step
@@ -50,8 +59,8 @@ class Alarms:
         if step == 1 and config.first_ratio and not ratio <= config.first_ratio:
             yield Alarm(
                 "first_ratio",
-                f"the probability ratio of the first optimizer step is off by {ratio:.3g} on average and should be 1: trainer and old "
-                "policy disagree about the same weights (dropout, precision, or another model)",
+                f"the probability ratio of the first optimizer step is off by {ratio:.3g} on average and should be 1: trainer and the "
+                "policy it is compared with disagree about the same weights (dropout, precision, or another model)",
             )
         gap = metrics.get("train/logprob_gap_mean", 0.0)
         if config.logprob_gap and not gap <= config.logprob_gap:

@@ -4,53 +4,59 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from posttrain.algorithm.annotators.group import GroupAnnotator
-from posttrain.algorithm.primitives.objective import ModelContext, Objective, ObjectiveBuilder
-from posttrain.config import GRPOConfig, HFRolloutConfig, RootConfig, VLLMRolloutConfig, resolve_data_seed, resolve_precision
-from posttrain.config.model import HFModelConfig, NativePolicyBuildSpec
+from posttrain.algorithm.primitives.objective import Objective
+from posttrain.checkpoint.exactness import compare, exact_values
+from posttrain.checkpoint.lifecycle import CheckpointManager, ResumePoint
+from posttrain.checkpoint.store import archive_store, primary_store
+from posttrain.config import GRPOConfig, HFRolloutConfig, RootConfig, VLLMRolloutConfig, resolve_data_seed
+from posttrain.config.model import HFModelConfig, LoraConfig, NativePolicyBuildSpec
 from posttrain.config.rules import cautions, repeated_prompts
 from posttrain.config.run import Precision
 from posttrain.data.build import build_prompt_source
-from posttrain.errors import ConfigError, ModelError
+from posttrain.errors import ConfigError, EmergencyStop, ModelError
 from posttrain.loop.alarms import Alarms
 from posttrain.loop.held_out import HeldOut
 from posttrain.loop.online import OnlineLoop, OnlineParts
-from posttrain.model.build import build_model, model_identity
+from posttrain.loop.saver import RunSaver
+from posttrain.model.build import model_identity
 from posttrain.model.converter import hf_named_weights
+from posttrain.model.lora import lora_of
 from posttrain.model.policy import CausalPolicy
-from posttrain.model.protocol import BuiltModel
-from posttrain.model.reference import FrozenReference, build_reference, refuse_live_dropout
+from posttrain.model.reference import FrozenReference
+from posttrain.model.sources import materialize
 from posttrain.records import SamplingParams
 from posttrain.reward.catalog import build_provider
 from posttrain.reward.service import RewardService
 from posttrain.rollout.engine import RolloutEngine
 from posttrain.rollout.hf_engine import HFEngine
-from posttrain.runtime.artifact_identity import artifact_identity
-from posttrain.runtime.dotted import import_dotted
+from posttrain.runtime import random_state
+from posttrain.runtime.determinism import make_deterministic
+from posttrain.runtime.provenance import data_digests
 from posttrain.runtime.rundir import describe_objective, write_run_files
+from posttrain.runtime.stop import StopRequest
 from posttrain.track import RunHeader, Tracker
-from posttrain.trainer.core import Batching, Trainer
+from posttrain.trainer.assemble import Assembled, Restored, assemble, build_policy, objective_of, precision_of, reference_of
+from posttrain.trainer.core import Trainer
+from posttrain.trainer.group import Followers, GroupWeights, LeadState, LeadTrainer
 from posttrain.weight_sync.protocol import WeightSync
 from posttrain.weight_sync.shared import SharedSync
 
-PROBE_TEXT = "The quick brown fox jumps over the lazy dog. 12 + 30 = 42."
-"""Scored by trainer and engine alike to prove that they compute the same."""
 
-HEAD_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5, "float16": 0.1}
-"""Largest gap in nats between two ways of computing the same logits, by compute dtype."""
-
-
-def launch(root: RootConfig, *, run_dir: Path, plain_config: dict[str, Any]) -> float | None:
+def launch(root: RootConfig, *, run_dir: Path, plain_config: dict[str, Any], resume: ResumePoint | None = None) -> float | None:
     """Run one configuration that has passed `posttrain.preflight`.
 
     Args:
         run_dir: an existing, empty directory.
         plain_config: the resolved configuration as plain containers, for files and trackers.
+        resume: where to continue; None starts from the beginning.
 
     Returns:
         The last held-out score, the objective of hyper-parameter sweeps; None without validation.
@@ -58,11 +64,16 @@ def launch(root: RootConfig, *, run_dir: Path, plain_config: dict[str, Any]) -> 
     rl = root.rl
     if not isinstance(rl, GRPOConfig):
         raise ConfigError(f"rl is a {type(rl).__name__}, which no loop runs")
-    precision = resolve_precision(rl, _model_dtype(root))
-    reference = _reference(rl)
-    objective = _objective(rl, root, reference)
-    write_run_files(run_dir, plain_config=plain_config, objective=objective, root=root)
+    if rl.deterministic:
+        make_deterministic()  # first of all: the provenance record already asks the GPU for its name
+    precision = precision_of(root, rl)
+    reference = reference_of(rl)
+    objective = objective_of(rl, root, reference)
+    exact = exact_values(plain_config, _facts(root, rl, objective))
+    moved_bits = compare(resume.training_state["exact"], exact) if resume is not None else []
+    provenance = write_run_files(run_dir, plain_config=plain_config, objective=objective, root=root)
     with ExitStack() as stack:
+        stop = stack.enter_context(StopRequest(rl.save_before_s))
         tracker = stack.enter_context(
             Tracker(
                 run_dir,
@@ -73,26 +84,47 @@ def launch(root: RootConfig, *, run_dir: Path, plain_config: dict[str, Any]) -> 
                 resolved_config=plain_config,
             )
         )
+        if resume is not None:
+            tracker.resume(resume.manifest.step, resume.training_state["tracker"])
         tracker.start(_header(root, rl, objective))
         for caution in cautions(root):
             tracker.event("warning", message=caution)
-        torch.manual_seed(rl.seed)
+        if moved_bits:
+            tracker.event("warning", message=f"the resumed run will differ in its last bits: {'; '.join(moved_bits)}")
+        random_state.seed_all(rl.seed)
         with tracker.phase("load"):
-            built = build_model(root.model, precision=precision)
-            policy = CausalPolicy(built, precision=precision)
-            probe = policy.tokenizer.encode(PROBE_TEXT, add_special_tokens=False)
-            policy.check_head(probe, tolerance=HEAD_TOLERANCE[precision.param])
-            gap = policy.check_packing(probe, tolerance=HEAD_TOLERANCE[precision.param])
-            if not policy.packs:
-                tracker.event("warning", message=_padding_reason(policy, gap))
-            if reference is not None:
-                _attach_reference(reference, rl, root, policy=policy, tracker=tracker)
-            trainer = Trainer(rl.optimizer, policy=policy, objective=objective, batching=Batching.of(rl))
-            engine, sync = _engine(root, rl, built=built, policy=policy, precision=precision, probe=probe)
+            restored = None
+            if resume is not None:
+                restored = Restored(resume.model, resume.optimizer, resume.training_state["trainer"])
+            side = _trained_side(root, rl, objective=objective, reference=reference, restored=restored, stack=stack)
+            policy, trainer = side.parts.policy, side.parts.trainer
+            for kind, fields in side.parts.notes:
+                tracker.event(kind, **fields)
+            engine, sync = _engine(root, rl, side=side, precision=precision)
             stack.callback(engine.close)
-        parts = _parts(root, rl, policy=policy, engine=engine, sync=sync, trainer=trainer, tracker=tracker, stack=stack)
+        manager = CheckpointManager(
+            rl,
+            run_dir,
+            state=side.parts.tensors,
+            provenance=provenance.name,
+            event=tracker.event,
+            announce=tracker.announce,
+            store=primary_store(root, run_dir),
+            archive=archive_store(root, run_dir),
+        )
+        stack.enter_context(manager)
+        saver = RunSaver(manager, trainer=trainer, stop=stop, exact=exact)
+        parts = _parts(root, rl, policy=policy, engine=engine, sync=sync, trainer=trainer, tracker=tracker, saver=saver, stack=stack)
         loop = OnlineLoop(rl, parts=parts, sampling=_sampling(root), rollout_seed=_rollout_seed(root))
-        return loop.run()
+        if resume is not None:
+            loop.restore(resume.training_state)
+            random_state.restore(resume.training_state["random"])
+            tracker.announce(f"resumed from {resume.folder.name} after step {resume.manifest.step} of {rl.max_steps}")
+        try:
+            return loop.run()
+        except EmergencyStop as stopped:
+            tracker.finish("stopped", summary={"reason": str(stopped)})
+            raise
 
 
 def _parts(
@@ -104,6 +136,7 @@ def _parts(
     sync: WeightSync,
     trainer: Trainer,
     tracker: Tracker,
+    saver: RunSaver,
     stack: ExitStack,
 ) -> OnlineParts:
     token_texts = _token_texts(policy.tokenizer)
@@ -135,14 +168,54 @@ def _parts(
         )
     source = build_prompt_source(rl.data, seed=resolve_data_seed(rl, root.rollout.seed), tokenizer=policy.tokenizer)
     alarms = Alarms(root.tracker.alarms, single_step=rl.n_mini == 1)
-    return OnlineParts(source, engine, rewards, trainer, sync, tracker, held_out, alarms, GroupAnnotator.of(rl), token_texts)
+    return OnlineParts(source, engine, rewards, trainer, sync, tracker, held_out, alarms, GroupAnnotator.of(rl), saver, token_texts)
 
 
-def _engine(
-    root: RootConfig, rl: GRPOConfig, *, built: BuiltModel, policy: CausalPolicy, precision: Precision, probe: list[int]
-) -> tuple[RolloutEngine, WeightSync]:
+@dataclass(frozen=True, slots=True)
+class _TrainedSide:
+    """Rank 0's share of the trained policy, and the way to its whole weights."""
+
+    parts: Assembled
+    weights: GroupWeights | None
+    """None where this process has all of them anyway."""
+
+
+def _trained_side(
+    root: RootConfig,
+    rl: GRPOConfig,
+    *,
+    objective: Objective,
+    reference: FrozenReference | None,
+    restored: Restored | None,
+    stack: ExitStack,
+) -> _TrainedSide:
+    """Build it in this process, or in `grid.ranks` processes of which this one is rank 0."""
+    model = root.model
+    if root.grid.ranks == 1 or not isinstance(model, HFModelConfig | NativePolicyBuildSpec):
+        return _TrainedSide(assemble(root, rl, objective=objective, reference=reference, restored=restored), None)
+    if isinstance(model, HFModelConfig):
+        materialize(model.name_or_path)  # a conversion is done once, before the others look for its result
+    followers = stack.enter_context(Followers(root, parallelism=model.parallelism, restored=restored))
+    ranks = followers.join()
+    with followers.building():
+        parts = assemble(
+            root,
+            rl,
+            objective=objective,
+            reference=reference,
+            ranks=ranks,
+            restored=restored,
+            make_trainer=partial(LeadTrainer, followers=followers),
+            make_state=partial(LeadState, followers=followers),
+        )
+    return _TrainedSide(parts, GroupWeights(followers, parts.policy))
+
+
+def _engine(root: RootConfig, rl: GRPOConfig, *, side: _TrainedSide, precision: Precision) -> tuple[RolloutEngine, WeightSync]:
     """The engine that `rollout`'s type selects, with the transport that feeds it."""
-    config = root.rollout
+    config, policy, built, probe = root.rollout, side.parts.policy, side.parts.built, side.parts.probe
+    if isinstance(config, HFRolloutConfig) and side.weights is not None:
+        return _copying_engine(root, rl, config, side=side, weights=side.weights, precision=precision)
     if isinstance(config, HFRolloutConfig):
         engine = HFEngine(config, policy=policy)
         return engine, SharedSync(engine, policy=policy.module, sampler=engine.policy.module)
@@ -164,11 +237,11 @@ def _engine(
             max_top_tokens=rl.score_centering.top_k if rl.score_centering.enabled else 0,
         )
         sync = HostCopySync(
-            lambda: hf_named_weights(policy.module),
+            side.weights.hf if side.weights is not None else lambda: hf_named_weights(policy.module),
             vllm,
             dtype=dtype,
             bucket_bytes=rl.weight_sync_bucket_bytes,
-            probe=policy.score_prompt,
+            probe=side.weights.score_prompt if side.weights is not None else policy.score_prompt,
             probe_ids=probe,
             tolerance=probe_tolerance(dtype, precision.param),
         )
@@ -176,29 +249,29 @@ def _engine(
     raise ConfigError(f"rollout is a {type(config).__name__}, which no engine serves")
 
 
-def _objective(rl: GRPOConfig, root: RootConfig, reference: FrozenReference | None) -> Objective:
-    builder = cast("ObjectiveBuilder", import_dotted(rl.objective_builder))
-    artifact = artifact_identity(rl.ref.model_dir) if reference is not None and rl.ref.model_dir is not None else None
-    objective = builder(rl, ModelContext(model_identity(root.model), root.rollout.max_tokens, reference, artifact))
-    if not isinstance(objective, Objective):
-        raise ConfigError(f"rl.objective_builder={rl.objective_builder!r} returned a {type(objective).__name__}, not an Objective")
-    return objective
+def _copying_engine(
+    root: RootConfig, rl: GRPOConfig, config: HFRolloutConfig, *, side: _TrainedSide, weights: GroupWeights, precision: Precision
+) -> tuple[RolloutEngine, WeightSync]:
+    """A sharded policy is sampled from a whole copy in this process, which computes in the dtype that travels."""
+    from posttrain.rollout.hf_copy import HFCopyEngine
+    from posttrain.weight_sync.host import HostCopySync, probe_tolerance
 
-
-def _attach_reference(reference: FrozenReference, rl: GRPOConfig, root: RootConfig, *, policy: CausalPolicy, tracker: Tracker) -> None:
-    """Build the frozen twin of the policy; it costs one more copy of the network."""
-    refuse_live_dropout(policy.module)
-    built = build_reference(root.model, rl.ref.model_dir, precision=policy.precision)
-    twin = CausalPolicy(built, precision=policy.precision, pack=policy.packs)
-    reference.attach(twin)
-    source = f"{rl.ref.model_dir} (rl.ref.model_dir)" if rl.ref.model_dir else "the policy's own base weights"
-    tracker.event("reference", source=rl.ref.model_dir, message=f"built frozen KL reference from {source}")
-
-
-def _padding_reason(policy: CausalPolicy, gap: float) -> str:
-    name = type(policy.module).__name__
-    why = f"packed and padded scores differ by {gap:.3g} nats" if gap else "its attention cannot take a packed row"
-    return f"{name} trains on padded rows: {why}; training costs more time and memory, the update is the same"
+    model = replace(root.model, lora=LoraConfig(), gradient_checkpointing=False) if isinstance(root.model, HFModelConfig) else root.model
+    param = precision.param if precision.autocast else precision.transfer
+    own = Precision(param, precision.transfer, precision.transfer, precision.autocast)
+    _, copy = build_policy(model, precision=own)
+    copy.module.requires_grad_(False)
+    engine = HFCopyEngine(config, policy=copy)
+    sync = HostCopySync(
+        weights.plain,
+        engine,
+        dtype=precision.transfer,
+        bucket_bytes=rl.weight_sync_bucket_bytes,
+        probe=weights.score_prompt,
+        probe_ids=side.parts.probe,
+        tolerance=probe_tolerance(precision.transfer, precision.param),
+    )
+    return engine, sync
 
 
 def _rewards(rl: GRPOConfig, name: str, stack: ExitStack) -> RewardService:
@@ -225,12 +298,6 @@ def _rollout_seed(root: RootConfig) -> int:
     return root.rl.seed if root.rollout.seed is None else root.rollout.seed
 
 
-def _model_dtype(root: RootConfig) -> str:
-    if isinstance(root.model, HFModelConfig | NativePolicyBuildSpec):
-        return root.model.dtype
-    raise ConfigError(f"model is a {type(root.model).__name__}, which nothing builds")
-
-
 def _token_texts(tokenizer: Any) -> Callable[[tuple[int, ...]], list[str]]:
     """Each token's own text, as it reads alone."""
     return lambda ids: [tokenizer.decode([token]) for token in ids]
@@ -240,6 +307,9 @@ def _header(root: RootConfig, rl: GRPOConfig, objective: Objective) -> RunHeader
     micro = f"micro-batches of up to {rl.micro_batch_tokens} tokens" if rl.micro_batch_tokens else f"{rl.n_micro} micro-batch(es)"
     batch = f"{rl.groups_per_step} prompts x {rl.group_size} completions, {rl.n_mini} optimizer step(s) of {micro}"
     details = {"objective": describe_objective(objective), "batch": batch}
+    lora = lora_of(root.model)
+    if lora is not None:
+        details["adapters"] = f"LoRA rank {lora.rank}, alpha {lora.alpha:g}, on {', '.join(lora.target_modules) or 'every linear layer'}"
     if rl.effective_min_informative_groups:
         details["dynamic sampling"] = _dynamic_sampling_line(rl)
     return RunHeader(
@@ -262,5 +332,12 @@ def _dynamic_sampling_line(rl: GRPOConfig) -> str:
     )
 
 
-def _reference(rl: GRPOConfig) -> FrozenReference | None:
-    return FrozenReference(temperature=rl.temperature, dtype=rl.logprob_dtype) if rl.ref.build_ref else None
+def _facts(root: RootConfig, rl: GRPOConfig, objective: Objective) -> dict[str, Any]:
+    """What an exact resume compares beyond the configuration."""
+    return {
+        "objective": {"reduction": objective.reduction.value, **dict(objective.identity)},
+        "data_seed": resolve_data_seed(rl, root.rollout.seed),
+        "data_sha256": data_digests(root),
+        # adapters alone are saved: what they adapt must be the same again
+        **({"lora_base_from": rl.init_from} if lora_of(root.model) else {}),
+    }

@@ -6,17 +6,19 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import psutil
 
 from posttrain.algorithm.annotators.group import GroupAnnotator
 from posttrain.config.grpo import GRPOConfig
-from posttrain.data.source import PromptSource
+from posttrain.data.source import Cursor, PromptSource
 from posttrain.errors import TrainingError
-from posttrain.loop.alarms import Alarms
+from posttrain.loop.alarms import Alarm, Alarms
 from posttrain.loop.batching import Collection, DynamicSampling, collect
 from posttrain.loop.held_out import HeldOut
+from posttrain.loop.saver import RunSaver
 from posttrain.records import Max, Mean, Metric, RolloutGroup, RolloutRequest, SamplingParams, ScoredGroup, Sum, merge_metrics
 from posttrain.reward.service import RewardService
 from posttrain.rollout.engine import RolloutEngine
@@ -39,6 +41,7 @@ class OnlineParts:
     held_out: HeldOut | None
     alarms: Alarms
     annotate: GroupAnnotator
+    saver: RunSaver
     token_texts: Callable[[tuple[int, ...]], list[str]]
 
 
@@ -53,19 +56,47 @@ class OnlineLoop:
         self._dynamic = DynamicSampling.of(rl)
         self._score: float | None = None
         self._evaluated_at = 0
+        self._done = 0
+        """Finished steps."""
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue after the step of a saved state; the parts have been restored by their owners but for source and alarms."""
+        self._done, self._score, self._evaluated_at = state["step"], state["score"], state["evaluated_at"]
+        self._parts.source.restore(Cursor(**state["cursor"]))
+        self._parts.alarms.restore(state["alarms"])
+
+    def _state(self) -> dict[str, Any]:
+        return {
+            "step": self._done,
+            "score": self._score,
+            "evaluated_at": self._evaluated_at,
+            "cursor": asdict(self._parts.source.cursor()),
+            "alarms": self._parts.alarms.state(),
+            "tracker": self._parts.tracker.state(),
+        }
 
     def run(self) -> float | None:
         """Train for `rl.max_steps` collected batches; returns the last held-out score, if any was measured.
 
         Raises:
-            TrainingError: a window was rejected; the metrics of the steps before it are written.
+            TrainingError: a window was rejected, dynamic sampling fell short of its quota, or an alarm was raised under
+                `tracker.alarms.stop`; the metrics up to then are written.
+            EmergencyStop: the run was asked to end; it is saved.
         """
+        parts, steps = self._parts, self._rl.max_steps
         self._publish(verify=True)
-        if self._rl.validation.at_start:
+        if self._rl.validation.at_start and not self._done:
             self._evaluate(0)
-        self._parts.tracker.ready()
-        for step in range(1, self._rl.max_steps + 1):
+        parts.tracker.ready()
+        parts.saver.mark(self._state())
+        for step in range(self._done + 1, steps + 1):
+            parts.saver.stop_if_asked(step_ahead=True)
+            evaluated_at = self._evaluated_at
             self._step(step)
+            self._done = step
+            parts.saver.mark(self._state())
+            parts.saver.save_if_due(last=step == steps, evaluated=self._evaluated_at != evaluated_at)
+        parts.saver.finish()
         return self._score
 
     def _step(self, step: int) -> None:
@@ -84,13 +115,15 @@ class OnlineLoop:
         tracker.samples(step, groups=groups, token_texts=parts.token_texts, token_logprobs=result.token_logprobs)
         values = {name: metric.value for name, metric in sorted(metrics.items())}
         tracker.step(step, model_step=result.model_step, metrics=values)
-        self._watch(step, values)
+        alarms = self._watch(step, values)
         if result.rejection is not None:
             raise TrainingError(
                 f"step {step}: the optimizer window was rejected, nothing of it was applied: {result.rejection}; "
                 f"{result.applied_steps} of {self._rl.n_mini} windows of this batch were committed. "
                 "Lower rl.optimizer.lr or inspect samples/"
             )
+        if alarms and parts.alarms.stop:
+            raise TrainingError(f"tracker.alarms.stop=true and alarm {alarms[0].name} was raised: {alarms[0].message}")
 
     def _collect(self, step: int, metrics: dict[str, Metric]) -> Collection:
         """The step's scored groups. This backend hosts a single data cell, number 0."""
@@ -114,24 +147,26 @@ class OnlineLoop:
         parts, tracker = self._parts, self._parts.tracker
         with tracker.phase("data"):
             requests = self._requests(step, count)
+        parts.saver.stop_if_asked()
         with tracker.phase("generate"):
             started = time.monotonic()
             rollouts = parts.engine.generate(requests)
             merge_metrics(metrics, rollout_metrics(rollouts, seconds=time.monotonic() - started))
+        parts.saver.stop_if_asked()
         with tracker.phase("reward"):
             scored = parts.rewards.score(rollouts)
+        parts.saver.stop_if_asked()
         merge_metrics(metrics, scored.metrics)
         for failure in scored.failures:
             tracker.event("reward_failed", step=step, prompt=failure.prompt_id, sample=failure.sample, reason=failure.reason)
         return scored.groups
 
-    def _watch(self, step: int, values: Mapping[str, float]) -> None:
-        """Raises TrainingError for an alarm under `tracker.alarms.stop`."""
+    def _watch(self, step: int, values: Mapping[str, float]) -> list[Alarm]:
+        """Report the alarms that begin with this step."""
         alarms = self._parts.alarms.observe(step, values)
         for alarm in alarms:
             self._parts.tracker.event("warning", step=step, alarm=alarm.name, message=f"alarm {alarm.name}: {alarm.message}")
-        if alarms and self._parts.alarms.stop:
-            raise TrainingError(f"tracker.alarms.stop=true and alarm {alarms[0].name} was raised: {alarms[0].message}")
+        return alarms
 
     def _requests(self, step: int, count: int) -> list[RolloutRequest]:
         prompts = self._parts.source.draw(count)

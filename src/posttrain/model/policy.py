@@ -3,7 +3,7 @@ module's attention allows it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -50,6 +50,9 @@ class CausalPolicy:
         self._head: Any = head
         self._head_spec = HeadSpec.of(self.module.config)
         self._body: Any = self.module.get_decoder()
+        self._enter: Callable[..., Any] = _call
+        self.sharded = False
+        """Whether the parameters are split over ranks: every forward is then a collective."""
         self.packs = pack and self._takes_layouts()
         """Whether batches run as one row without padding."""
         self.eos_ids = _eos_ids(self.module, self.tokenizer)
@@ -63,11 +66,32 @@ class CausalPolicy:
     @contextmanager
     def compute(self) -> Iterator[None]:
         """The numerical context of every forward: autocast when the precision block asks for it."""
-        with torch.autocast(self.device.type, dtype=resolved_dtype(self.precision.param), enabled=self.precision.autocast):
+        dtype, enabled = resolved_dtype(self.precision.param), self.precision.autocast
+        # a cached cast would outlive the whole parameter that it was made from
+        with torch.autocast(self.device.type, dtype=dtype, enabled=enabled, cache_enabled=not self.sharded):
             yield
+
+    def layers(self) -> list[torch.nn.Module]:
+        """The decoder's layers, the units in which a sharded model is gathered; empty where it has no list of them."""
+        lists = [list(child) for child in self._body.children() if isinstance(child, torch.nn.ModuleList)]
+        return max(lists, key=len, default=[])
+
+    def enter_through_wrap(self) -> None:
+        """The module has been sharded in place: its root gathers its own parameters around every forward from now on."""
+        from torch.distributed.fsdp import register_fsdp_forward_method
+
+        self.module.posttrain_enter = _call_for_wrap
+        register_fsdp_forward_method(self.module, "posttrain_enter")
+        self._enter, self.sharded = self.module.posttrain_enter, True
 
     def score(self, batch: PolicyBatch, *, temperature: float, dtype: torch.dtype, top_ids: torch.Tensor | None = None) -> TokenScores:
         """See `PolicyModel.score`."""
+        return TokenScores(*self._enter(self._scores, batch, temperature, dtype, top_ids))
+
+    def _scores(
+        self, batch: PolicyBatch, temperature: float, dtype: torch.dtype, top_ids: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """A tuple: FSDP looks for tensors in what a forward returns."""
         with self.compute():
             hidden = self._packed_hidden(batch) if self.packs else self._row_hidden(batch)
         logprobs, entropy = chunked_token_logprobs(
@@ -82,8 +106,8 @@ class CausalPolicy:
             softcap=self._head_spec.softcap,
         )
         if top_ids is None:
-            return TokenScores(logprobs, entropy)
-        return TokenScores(logprobs[:, 0], entropy, logprobs[:, 1:])
+            return logprobs, entropy, None
+        return logprobs[:, 0], entropy, logprobs[:, 1:]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[B, H] -> float32 [B, V] next-token logits at temperature 1, for sampling."""
@@ -100,10 +124,12 @@ class CausalPolicy:
     @torch.no_grad()
     def score_prompt(self, token_ids: Sequence[int]) -> list[float]:
         """log p(token_ids[t] | token_ids[:t]) for t >= 1 at temperature 1, in nats."""
-        ids = torch.tensor([list(token_ids)], device=self.device)
+        return self._enter(self._prompt_scores, torch.tensor([list(token_ids)], device=self.device))[0].tolist()
+
+    def _prompt_scores(self, ids: torch.Tensor) -> tuple[torch.Tensor]:
         hidden = self.body(input_ids=ids, use_cache=False).last_hidden_state[0, :-1]
         logprobs = torch.log_softmax(self.logits(hidden), -1)
-        return logprobs.gather(-1, ids[0, 1:, None])[:, 0].tolist()
+        return (logprobs.gather(-1, ids[0, 1:, None])[:, 0],)
 
     @torch.no_grad()
     def check_packing(self, token_ids: Sequence[int], *, tolerance: float) -> float:
@@ -155,7 +181,7 @@ class CausalPolicy:
     def _packed_hidden(self, batch: PolicyBatch) -> torch.Tensor:
         """[N, H] hidden states that predict the response tokens, from one row without padding."""
         layout = PackedLayout.of(batch)
-        if not layout.predictors.numel():
+        if not layout.predictors.numel() and not self.sharded:
             return self.module.get_input_embeddings().weight.new_zeros(0, self._head.weight.shape[1])
         out = self._body(
             input_ids=layout.token_ids[None],
@@ -180,6 +206,15 @@ class CausalPolicy:
         )
         hidden = out.last_hidden_state[:, batch.prompts.shape[1] - 1 : -1 if longest else None]
         return hidden[:, :longest][steps < batch.lengths[:, None]]
+
+
+def _call(function: Callable[..., Any], *args: Any) -> Any:
+    return function(*args)
+
+
+def _call_for_wrap(function: Callable[..., Any], *args: Any) -> tuple[Any, ...]:
+    """FSDP hangs its backward on the tensors that come out, which must therefore be no views."""
+    return tuple(out.clone() if isinstance(out, torch.Tensor) and out._is_view() else out for out in function(*args))
 
 
 def _left_padded(batch: PolicyBatch) -> tuple[torch.Tensor, torch.Tensor]:

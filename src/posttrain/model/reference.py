@@ -16,6 +16,9 @@ from posttrain.model.build import build_model
 from posttrain.model.policy import CausalPolicy
 from posttrain.model.protocol import BuiltModel
 
+OTHER_HEADS = ("classifier_", "summary_")
+"""Rates of heads that a language model does not have; GPT-2's and GPT-NeoX's are above zero by default."""
+
 
 class FrozenReference:
     """A `ReferenceScorer`: log-probabilities of a batch's labels under weights that never change. The objective is defined
@@ -41,12 +44,15 @@ def build_reference(config: ModelConfig, model_dir: str | None, *, precision: Pr
     """Built by the policy's own builder from the policy's own base weights, or from `model_dir` instead.
 
     Raises:
-        ModelError: the directory's weights do not fit the model.
+        ModelError: the directory cannot be read, or its weights do not fit the model.
     """
     if model_dir is None:
         return build_model(config, precision=precision)
     if isinstance(config, HFModelConfig):
-        return build_model(replace(config, name_or_path=model_dir), precision=precision)
+        try:
+            return build_model(replace(config, name_or_path=model_dir), precision=precision)
+        except ModelError as error:
+            raise ModelError(f"rl.ref.model_dir={model_dir!r} cannot be built: {error}") from error
     built = build_model(config, precision=precision)
     if isinstance(config, NativePolicyBuildSpec):
         _load_weights(built.module, Path(model_dir))
@@ -62,6 +68,8 @@ def refuse_live_dropout(module: Any) -> None:
     """
     live = {name: layer.p for name, layer in module.named_modules() if isinstance(layer, torch.nn.Dropout) and layer.p > 0}
     for name, value in vars(module.config.get_text_config()).items():
+        if name.startswith(OTHER_HEADS):
+            continue
         if ("dropout" in name or name.endswith("_pdrop")) and isinstance(value, float) and value > 0:
             live.setdefault(f"config.{name}", value)
     if live:
@@ -83,10 +91,13 @@ def _load_weights(module: torch.nn.Module, folder: Path) -> None:
 
     weights: dict[str, torch.Tensor] = {}
     for file in sorted(folder.iterdir()):
-        if file.suffix == ".safetensors":
-            weights |= load_file(file)
-        elif file.suffix == ".bin":
-            weights |= torch.load(file, map_location="cpu", weights_only=True)
+        try:
+            if file.suffix == ".safetensors":
+                weights |= load_file(file)
+            elif file.suffix == ".bin":
+                weights |= torch.load(file, map_location="cpu", weights_only=True)
+        except Exception as error:  # each format has errors of its own
+            raise ModelError(f"rl.ref.model_dir={str(folder)!r}: {file.name} cannot be read: {error}") from error
     tied = set(getattr(module, "_tied_weights_keys", None) or ())
     try:
         missing, unexpected = module.load_state_dict(weights, strict=False)

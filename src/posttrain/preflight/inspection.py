@@ -10,8 +10,9 @@ from posttrain.config.resolve import attempt
 from posttrain.errors import Violation
 from posttrain.preflight.context import context_violations, template_violations
 from posttrain.preflight.data import inspect_sources
-from posttrain.preflight.engine import engine_violations, tracker_violations
+from posttrain.preflight.engine import engine_violations, store_violations, tracker_violations
 from posttrain.preflight.installed import Installed, is_installed
+from posttrain.preflight.machine import machine_violations
 from posttrain.preflight.model import inspect_model
 from posttrain.preflight.objective import code_violations
 from posttrain.preflight.output import output_violations
@@ -35,6 +36,8 @@ def inspect(root: RootConfig, *, installed: Installed = is_installed) -> list[Vi
     found += context_violations(root, model, sources)
     found += engine_violations(root.rollout, installed=installed)
     found += tracker_violations(root.tracker, installed=installed)
+    found += store_violations(root.rl, installed=installed)
+    found += machine_violations(root, installed=installed)
     found += output_violations(root.job)
     return found
 

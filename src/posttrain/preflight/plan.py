@@ -11,6 +11,7 @@ from posttrain.config import (
     NativePolicyBuildSpec,
     PromptEnvConfig,
     RootConfig,
+    RunConfig,
     VLLMRolloutConfig,
     resolve_precision,
 )
@@ -44,19 +45,35 @@ def _rows(root: RootConfig) -> Iterator[tuple[str, str]]:
             f"at most {completions * rollout.max_tokens} sampled tokens, {rl.max_steps * rl.n_mini} optimizer steps",
         )
     yield "rollout", _rollout(root)
-    yield "optimizer", f"{rl.optimizer.name} lr {rl.optimizer.lr:g}, {_clip(rl.optimizer.grad_clip_norm)}"
+    yield "optimizer", _optimizer(root)
     if isinstance(rl, GRPOConfig) and isinstance(root.model, HFModelConfig | NativePolicyBuildSpec):
         precision = resolve_precision(rl, root.model.dtype)
         how = ", autocast" if precision.autocast else ""
         yield "precision", f"computes in {precision.param}, keeps {precision.master}, sends {precision.transfer}{how}"
     yield "validation", _validation(root)
+    yield "checkpoints", _checkpoints(rl)
     yield "devices", "this process; the policy on the first GPU if there is one" if root.grid.backend == "local" else root.grid.backend
 
 
 def _algorithm(root: RootConfig, rl: GRPOConfig) -> str:
     reduction = "mean over completions" if rl.grpo_surrogate == "legacy_pg" else rl.loss_type
     scale = "reward - group mean" if rl.unbiased_advantage else "(reward - group mean) / group std"
-    return f"{root.algorithm.name}: surrogate {rl.grpo_surrogate}, reduction {reduction}, advantage {scale}"
+    level = " per response" if rl.importance_sampling_level == "sequence" else ""
+    parts = [f"{root.algorithm.name}: surrogate {rl.grpo_surrogate}{level}", f"reduction {reduction}"]
+    parts.append(f"advantage {rl.advantage_estimator or scale}")
+    if rl.kl_beta:
+        parts.append(f"KL {rl.kl_beta:g} to {rl.ref.model_dir or 'the base weights'}")
+    if rl.score_centering.enabled:
+        parts.append(f"score centering (top {rl.score_centering.top_k}, {rl.score_centering.compose})")
+    if rl.use_rollout_logprobs_for_loss:
+        parts.append("old policy from the sampler")
+    if rl.effective_min_informative_groups:
+        parts.append(f"dynamic sampling until {rl.effective_min_informative_groups} of {rl.groups_per_step} groups are informative")
+    if rl.mask_truncated_completions:
+        parts.append("truncated completions masked")
+    if rl.min_filter_prefix_tokens is not None:
+        parts.append(f"shared prefixes of {rl.min_filter_prefix_tokens} or more tokens masked")
+    return ", ".join(parts)
 
 
 def _model(root: RootConfig) -> str:
@@ -98,6 +115,23 @@ def _rollout(root: RootConfig) -> str:
     return f"{engine}, temperature {rollout.temperature:g}, up to {rollout.max_tokens} tokens, seeded by {seed}"
 
 
+def _optimizer(root: RootConfig) -> str:
+    rl, model = root.rl, root.model
+    optimizer = rl.optimizer
+    parts = [f"{optimizer.name} lr {optimizer.lr:g}"]
+    if optimizer.lr_schedule != "constant":
+        parts.append(f"{optimizer.lr_schedule} schedule")
+    if optimizer.warmup_steps:
+        parts.append(f"{optimizer.warmup_steps} warm-up steps")
+    parts.append(_clip(optimizer.grad_clip_norm))
+    if isinstance(model, HFModelConfig) and model.lora.rank:
+        targets = ", ".join(model.lora.target_modules) or "every linear layer"
+        parts.append(f"LoRA rank {model.lora.rank} alpha {model.lora.alpha:g} on {targets}")
+    if rl.deterministic:
+        parts.append("deterministic kernels")
+    return ", ".join(parts)
+
+
 def _clip(norm: float) -> str:
     return f"gradient norm clipped to {norm:g}" if norm else "gradients not clipped"
 
@@ -113,3 +147,12 @@ def _validation(root: RootConfig) -> str:
     draws = f" x {validation.samples_per_prompt}" if validation.samples_per_prompt > 1 else ""
     source = _source(validation.data)
     return f"{validation.num_prompts} prompts{draws} of {source}, {how}, {', '.join(when)}"
+
+
+def _checkpoints(rl: RunConfig) -> str:
+    if not rl.save_every:
+        return "none on the way or at the end (rl.save_every=0); everything when the run is asked to end early"
+    keep = 1 if rl.keep_optim_last is None else rl.keep_optim_last
+    kept = f"optimizer kept for the newest {keep}" if keep else "all optimizers kept"
+    models = f", models for the newest {rl.keep_model_last}" if rl.keep_model_last else ""
+    return f"every {rl.save_every} steps and at the end{', in the background' if rl.save_async else ''}; {kept}{models}"

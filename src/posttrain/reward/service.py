@@ -105,7 +105,7 @@ def group_metrics(group: ScoredGroup, *, wall_s: float) -> dict[str, Metric]:
         "reward/mean": Mean(sum(totals), len(totals)),
         "reward/std": Mean(deviation, 1),
         "reward/spread": Mean(group.spread, 1),
-        "reward/zero_spread_frac": Mean(float(group.spread == 0.0), 1),
+        "reward/zero_spread_frac": Mean(float(not group.informative), 1),
         "reward/failed": Sum(float(sum(score.failure is not None for score in group.scores))),
         "reward/time_s": Sum(wall_s),
         "reward/slowest_s": Max(max(score.time_s for score in group.scores)),

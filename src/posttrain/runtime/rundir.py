@@ -31,16 +31,21 @@ def claim(run_dir: Path) -> Path | None:
     return moved
 
 
-def write_run_files(run_dir: Path, *, plain_config: Mapping[str, Any], objective: Objective, root: RootConfig) -> None:
-    """`config_resolved.yaml` (reload with `posttrain --config-dir RUN --config-name config_resolved`) and provenance."""
+def write_run_files(run_dir: Path, *, plain_config: Mapping[str, Any], objective: Objective, root: RootConfig) -> Path:
+    """`config_resolved.yaml` (reload with `posttrain --config-dir RUN --config-name config_resolved`) and provenance.
+
+    Returns:
+        The provenance file of this attempt.
+    """
     provenance = collect(root)
     effective = {"reduction": objective.reduction.name, "old_logp_cache": objective.old_logp_cache, **dict(objective.identity)}
-    write_provenance(run_dir, provenance)
+    written = write_provenance(run_dir, provenance)
     text = yaml.safe_dump(
         {**plain_config, "effective_objective": effective, "provenance": provenance}, sort_keys=False, allow_unicode=True, width=140
     )
     header = "# Written by a run. Load it again with: posttrain --config-dir <this directory> --config-name config_resolved\n"
     (run_dir / "config_resolved.yaml").write_text(header + text, encoding="utf-8")
+    return written
 
 
 def reloadable(plain_config: dict[str, Any], *, root: RootConfig) -> dict[str, Any]:

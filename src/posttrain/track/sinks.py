@@ -112,6 +112,23 @@ class JsonLines:
         self._file.close()
 
 
+def keep_steps(path: Path, last: int) -> None:
+    """Drop the lines of steps after `last`, and a torn one, in one replacement of the file."""
+    if not path.is_file():
+        return
+    kept: list[bytes] = []
+    for line in path.read_bytes().splitlines(keepends=True):
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if record.get("step", 0) <= last and line.endswith(b"\n"):
+            kept.append(line)
+    scratch = path.with_name(path.name + ".tmp")
+    scratch.write_bytes(b"".join(kept))
+    scratch.replace(path)
+
+
 def _ends_mid_line(path: Path) -> bool:
     if not path.is_file() or path.stat().st_size == 0:
         return False

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from posttrain.config.tracker import TrackerConfig
 from posttrain.errors import ReportError
@@ -22,7 +22,7 @@ from posttrain.track.formats import fixed
 from posttrain.track.phases import PhaseClock
 from posttrain.track.report import write_report
 from posttrain.track.samples import TokenTexts, held_out_group_record, train_group_record
-from posttrain.track.sinks import JsonLines, RunHeader, RunIdentity, Sink, StepRecord, TrackError
+from posttrain.track.sinks import JsonLines, RunHeader, RunIdentity, Sink, StepRecord, TrackError, keep_steps
 from posttrain.track.wandb_sink import WandbSink
 
 HELD_OUT = "val/accuracy"
@@ -69,6 +69,7 @@ class Tracker:
         self._events_file: JsonLines | None = None
         self._step = 0
         self._held_out: list[StepRecord] = []
+        self._resumed: Mapping[str, Any] | None = None
         self._finished = False
         self._closed = False
 
@@ -85,9 +86,11 @@ class Tracker:
         self._header = header
         self._metrics_file = JsonLines(self.run.run_dir / "metrics.jsonl")
         self._events_file = JsonLines(self.run.run_dir / "events.jsonl")
-        self._started_at = self._step_started_at = self._now()
+        self._step_started_at = self._now()
+        self._started_at = self._step_started_at - (self._resumed["time_s"] if self._resumed else 0.0)
         self.event(
             "run_started",
+            resumed_after_step=self._step if self._resumed else None,
             group=self.run.group,
             name=self.run.name,
             total_steps=self.run.total_steps,
@@ -99,6 +102,21 @@ class Tracker:
         )
         for sink in self._sinks:
             sink.start(header)
+
+    def state(self) -> dict[str, object]:
+        """What a resumed run needs to go on telling the same story."""
+        records = [self._held_out[0], self._held_out[-1]] if len(self._held_out) > 1 else self._held_out
+        return {
+            "time_s": self._time_s(),
+            "held_out": [{"step": r.step, "model_step": r.model_step, "time_s": r.time_s, "metrics": dict(r.metrics)} for r in records],
+        }
+
+    def resume(self, step: int, state: Mapping[str, Any]) -> None:
+        """Go on after `step`, before `start`: metrics of later steps, which this run will make again, are taken out of the file."""
+        self._step = step
+        self._resumed = state
+        self._held_out = [StepRecord(**record) for record in state["held_out"]]
+        keep_steps(self.run.run_dir / "metrics.jsonl", step)
 
     def finish(self, status: str, *, summary: Mapping[str, object] | None = None) -> None:
         """Record how the run ended (`completed`, `interrupted`, `failed`, or a reason of one's own). Later calls do nothing."""

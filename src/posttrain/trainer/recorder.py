@@ -11,13 +11,14 @@ import torch
 
 from posttrain.data.packer import PolicyBatch
 from posttrain.model.protocol import PolicyModel, TokenScores
+from posttrain.trainer.ranks import ALONE, Ranks
 
 
 class ScoreRecorder:
     """A `PolicyModel` around the policy, for one micro-batch at a time."""
 
-    def __init__(self, policy: PolicyModel) -> None:
-        self._policy = policy
+    def __init__(self, policy: PolicyModel, ranks: Ranks = ALONE) -> None:
+        self._policy, self._ranks = policy, ranks
         self._cuts: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.logprobs: torch.Tensor | None = None
         """[N] of the last call, detached."""
@@ -35,16 +36,22 @@ class ScoreRecorder:
         self._cuts.append((output, leaf))
         return leaf
 
-    def backward(self, loss: torch.Tensor) -> bool:
+    def backward(self, loss: torch.Tensor | None) -> bool:
         """Accumulate the gradient of `loss`, a scalar of the scores, into the policy's parameters.
 
+        Args:
+            loss: None on a rank that has no part in this micro-batch.
+
         Returns:
-            Whether the model's backward ran: False when the loss does not depend on any score.
+            Whether the model's backward ran: False when the loss does not depend on any score, on any rank.
         """
         cuts, self._cuts = self._cuts, []
-        if loss.requires_grad:
+        if loss is not None and loss.requires_grad:
             loss.backward()
         live = [(output, leaf.grad) for output, leaf in cuts if leaf.grad is not None and bool((leaf.grad != 0).any())]
+        if not self._ranks.alone and any(self._ranks.gather(float(bool(live)))):
+            # the backward of a sharded module is a collective: every rank takes part, with zeros where it has nothing to say
+            live = [(output, torch.zeros_like(leaf) if leaf.grad is None else leaf.grad) for output, leaf in cuts]
         if live:
             # one call: both outputs of a batch share a graph, which a second call would find freed
             torch.autograd.backward([output for output, _ in live], [gradient for _, gradient in live])

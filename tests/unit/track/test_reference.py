@@ -50,11 +50,18 @@ def test_the_shipped_objective_and_the_reward_service_report_nothing_undocumente
     assert all(describe(name) is not None for name in METRIC_ADAPTER.names.values())
 
 
-@pytest.mark.slow
-def test_every_metric_of_a_real_run_is_documented_and_every_entry_can_occur(tmp_path: Path) -> None:
+REUSE = (
+    "rl.mini_batch_per_replica=16 rl.certified_deterministic_forward=true rl.kl_beta=0.1 rl.ref.build_ref=true rl.kl_coeff_clamp=5 "
+    "rl.min_informative_groups_frac=1 rl.dynamic_sampling_on_budget_exhausted=proceed rl.dynamic_sampling_max_extra_rollouts=1"
+)
+CENTRED = "rl.score_centering.enabled=true rl.score_centering.top_k=16"
+
+
+def lines_of_a_run(folder: Path, name: str, *arguments: str) -> list[dict[str, float]]:
+    program = ["experiment=tiny", "tracker.report=false", "tracker.samples_every=0", "rl.max_steps=2", f"job.name={name}", *arguments]
     done = subprocess.run(
-        [sys.executable, "-m", "posttrain", "experiment=tiny", "tracker.report=false", "tracker.samples_every=0"],
-        cwd=tmp_path,
+        [sys.executable, "-m", "posttrain", *program],
+        cwd=folder,
         capture_output=True,
         text=True,
         timeout=180,
@@ -62,13 +69,50 @@ def test_every_metric_of_a_real_run_is_documented_and_every_entry_can_occur(tmp_
         env={**os.environ, "GOMP_SPINCOUNT": "0"},
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    lines = [json.loads(line) for line in (tmp_path / "outputs/posttrain/tiny/metrics.jsonl").read_text().splitlines()]
-    assert len(lines) == 3
-    written = {key for line in lines for key in line} - LINE_KEYS
+    lines = [json.loads(line) for line in (folder / f"outputs/posttrain/{name}/metrics.jsonl").read_text().splitlines()]
+    assert len(lines) == 2
+    return lines
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, float]]]:
+    """A run over two optimizer steps a batch with a reference and dynamic sampling, and a centred one."""
+    folder = tmp_path_factory.mktemp("runs")
+    return {name: lines_of_a_run(folder, name, *given.split()) for name, given in (("reuse", REUSE), ("centred", CENTRED))}
+
+
+@pytest.mark.slow
+def test_every_metric_of_a_real_run_is_documented_and_every_entry_can_occur(runs: dict[str, list[dict[str, float]]]) -> None:
+    written = {key for lines in runs.values() for line in lines for key in line} - LINE_KEYS
     assert {key for key in written if describe(key) is None} == set()
     by_name = {key for key in written if key in METRICS or key.startswith("time/")}
     assert written - by_name == set(), "these keys are only described by a pattern"
-    # What this run cannot show: parts of a reward, and the probe of an engine with weights of its own.
+    # What these runs cannot show: parts of a reward, and the probe of an engine with weights of its own.
     elsewhere = {"reward/part/*", "sync/probe_gap", "sync/*"}
     never = {name for name in METRICS if not any(fnmatchcase(key, name) for key in written)}
     assert never <= elsewhere, never - elsewhere
+
+
+@pytest.mark.slow
+def test_keys_said_to_be_conditional_are(runs: dict[str, list[dict[str, float]]]) -> None:
+    def having(name: str, key: str) -> list[bool]:
+        return [key in line for line in runs[name]]
+
+    assert having("reuse", "train/first_ratio_absdev") == [True, False] and having("centred", "train/first_ratio_absdev") == [False, False]
+    conditional = {
+        "reuse": {key for key in METRICS if key.startswith(("train/kl_", "train/grpo_dynamic_sampling_"))},
+        "centred": {key for key in METRICS if key.startswith("train/sc_")},
+    }
+    for name, keys in conditional.items():
+        other = "centred" if name == "reuse" else "reuse"
+        assert len(keys) >= 5 and all(all(having(name, key)) and not any(having(other, key)) for key in keys)
+
+
+@pytest.mark.slow
+def test_the_batch_and_everything_sampled_are_told_apart(runs: dict[str, list[dict[str, float]]]) -> None:
+    line = runs["reuse"][0]
+    assert line["train/grpo_dynamic_sampling_dropped_groups"] == 4 and line["train/valid_sequence_count"] == 32
+    assert line["rollout/tokens"] > line["train/valid_token_count"]
+    assert line["train/zero_spread_frac"] == 1 - line["train/informative_groups"] / 4 != line["reward/zero_spread_frac"]
+    line = runs["centred"][0]
+    assert line["train/zero_spread_frac"] == line["reward/zero_spread_frac"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 from posttrain.algorithm.annotators.advantage import group_advantages
 from posttrain.algorithm.annotators.prefix import conflicting_prefix_lengths
@@ -49,11 +49,19 @@ class GroupAnnotator:
         for completion, prefix in zip(completions, hidden, strict=True):
             dropped = self.mask_truncated and completion.finish_reason == "length"
             masks.append(tuple(not dropped and position >= prefix for position in range(len(completion.token_ids))))
-        advantages = tuple(self.estimate(group))
+        estimated = list(self.estimate(group))
         try:
-            return TrainGroup(group, advantages, tuple(masks))
-        except ValueError as error:
-            raise TrainingError(f"the advantage estimator returned {len(advantages)} advantages: {error}") from error
+            return TrainGroup(group, tuple(map(_plain, estimated)), tuple(masks))
+        except (TypeError, ValueError) as error:
+            named = f"{len(estimated)} advantages for group {group.rollout.prompt.id!r}"
+            raise TrainingError(f"the advantage estimator returned {named}: {error}") from error
+
+
+def _plain(advantage: Any) -> Advantage:
+    """A number, or one number per token, whatever library the estimator's sequences come from."""
+    if isinstance(advantage, int | float) or getattr(advantage, "ndim", None) == 0:
+        return float(advantage)
+    return tuple(float(value) for value in advantage)
 
 
 @dataclass(frozen=True, slots=True)

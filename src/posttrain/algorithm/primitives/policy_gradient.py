@@ -10,8 +10,9 @@ from dataclasses import dataclass
 import torch
 
 SEQUENCE_LOG_RATIO_CAP = 10.0
-"""Upper bound of a response's mean log-ratio, in nats. There is none from below: the epsilon clip already zeroes the gradient
-of a positive advantage far off-policy, and without a dual clip this cap is the only bound on a negative one."""
+"""Upper bound of a response's mean log-ratio, in nats; beyond it the gradient is zero. There is none from below: the epsilon clip
+already zeroes the gradient of a positive advantage far off-policy, and without a dual clip this cap is the only bound on a
+negative one."""
 
 KL_LOG_RATIO_BOUND = 20.0
 """Nats beyond which the log-ratio of the KL penalty is clamped, value and gradient alike."""
@@ -73,7 +74,7 @@ def sequence_log_ratio(
     """The response's mean log-ratio on each of its tokens, in the stop-gradient form of GSPO-token (arXiv 2507.18071, eq. 14).
 
     With c_t = logprobs and z_i the mean of c_t - old_t over the masked tokens of response i:
-        l_t = sg[min(z_i, 10)] + (c_t - sg[c_t])
+        l_t = min(sg[z_i] + (c_t - sg[c_t]), 10)
     The value is z_i on every token and the gradient reaches that token's own log-probability alone, which for one advantage
     per response equals the paper's sequence objective in value, clip decision and parameter gradient.
 
@@ -84,7 +85,7 @@ def sequence_log_ratio(
     masked = torch.where(loss_mask, own - old_logprobs, torch.zeros_like(own))
     counts = per_sequence_sum(loss_mask.to(own.dtype), sequence, num_sequences).clamp(min=1)
     mean = per_sequence_sum(masked, sequence, num_sequences) / counts
-    return mean.clamp(max=SEQUENCE_LOG_RATIO_CAP)[sequence] + (logprobs - own)
+    return (mean[sequence] + (logprobs - own)).clamp(max=SEQUENCE_LOG_RATIO_CAP)
 
 
 @dataclass(frozen=True, slots=True)
