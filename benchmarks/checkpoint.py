@@ -2,8 +2,8 @@
 
     python benchmarks/checkpoint.py [--json] [--directory DIR]
 
-SmolLM2-135M-Instruct in float32 with AdamW moments: 1.6 GB of state. The three ways run one after another in one process, twice,
-and the better run of each counts. `blocked` is the time until training may go on, `durable` until the checkpoint is committed.
+SmolLM2-135M-Instruct in float32 with AdamW moments: 1.6 GB of state. The two ways run one after another in one process, twice,
+and the shorter time and the larger memory of each count. `blocked` is the time until training may go on, `durable` until the checkpoint is committed.
 Extra memory is the rise of the resident high-water mark over the state before the save, as a share of the state.
 """
 
@@ -74,7 +74,7 @@ def main() -> None:
             for name, background in (("foreground", False), ("background", True)):
                 found = measure(state, Path(scratch) / "run", background=background)
                 best = rows.setdefault(name, found)
-                rows[name] = {key: min(best[key], value) for key, value in found.items()}
+                rows[name] = {key: (max if key == "extra_bytes" else min)(best[key], value) for key, value in found.items()}
         start = time.perf_counter()
         point = find_resume_point(Path(scratch) / "run", "auto")
         verified = time.perf_counter() - start

@@ -25,7 +25,7 @@ IDS = [page.stem for page in PAGES]
 OTHER_COMMANDS = ("make quickstart", "make tiny", "pip install ", 'eval "$(posttrain -sc install=')
 """What a bash block may say besides posttrain."""
 
-SHOWN = ("check", "doctor", "report", "--help", "--cfg", "--info")
+SHOWN = ("check", "doctor", "report", "export", "reproduce", "--help", "--cfg", "--info")
 """First arguments (or flags anywhere) of commands that train nothing and are executed as they are."""
 
 NEEDS = {

@@ -113,7 +113,7 @@ def launch(root: RootConfig, *, run_dir: Path, plain_config: dict[str, Any], res
             archive=archive_store(root, run_dir),
         )
         stack.enter_context(manager)
-        saver = RunSaver(manager, trainer=trainer, stop=stop, exact=exact)
+        saver = RunSaver(manager, trainer=trainer, stop=stop, exact=exact, resume=rl.resume)
         parts = _parts(root, rl, policy=policy, engine=engine, sync=sync, trainer=trainer, tracker=tracker, saver=saver, stack=stack)
         loop = OnlineLoop(rl, parts=parts, sampling=_sampling(root), rollout_seed=_rollout_seed(root))
         if resume is not None:

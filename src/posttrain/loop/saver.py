@@ -22,13 +22,14 @@ class RunSaver:
     that state: nothing has been trained since, and the resumed run collects the batch again, bit for bit.
     """
 
-    def __init__(self, manager: CheckpointManager, *, trainer: Trainer, stop: StopRequest, exact: Mapping[str, Any]) -> None:
+    def __init__(self, manager: CheckpointManager, *, trainer: Trainer, stop: StopRequest, exact: Mapping[str, Any], resume: str) -> None:
         """
         Args:
+            resume: `rl.resume`, for the advice on how to continue.
             exact: what an exact resume compares; see `posttrain.checkpoint.exactness`.
         """
         self._manager, self._trainer, self._stop = manager, trainer, stop
-        self._exact = dict(exact)
+        self._exact, self._resume = dict(exact), resume
         self._marked: LoopState | None = None
         self._last_mark: float | None = None
 
@@ -71,7 +72,8 @@ class RunSaver:
             return
         self._save(self._manager.emergency(), wait=True)
         step = self._marked["step"]
-        raise EmergencyStop(f"{reason}: saved after step {step}; the same command continues from there")
+        how = "the same command" if self._resume == "auto" else "the same command with rl.resume=auto"
+        raise EmergencyStop(f"{reason}: saved after step {step}; {how} continues from there")
 
     def finish(self) -> None:
         """Wait for a save that is still being written; raises what it failed with."""
