@@ -2,9 +2,10 @@
 
     python benchmarks/checkpoint.py [--json] [--directory DIR]
 
-SmolLM2-135M-Instruct in float32 with AdamW moments: 1.6 GB of state. The two ways run one after another in one process, twice,
-and the shorter time and the larger memory of each count. `blocked` is the time until training may go on, `durable` until the checkpoint is committed.
-Extra memory is the rise of the resident high-water mark over the state before the save, as a share of the state.
+SmolLM2-135M-Instruct in float32 with AdamW moments: 1.6 GB of state. The two ways run one after another in one process, twice;
+the shorter time and the larger memory of each count. `blocked` is the time until training may go on, `durable` the time until the
+checkpoint is committed. Extra memory is the rise of the resident high-water mark over what was resident before the save, as a share
+of the state.
 """
 
 from __future__ import annotations
