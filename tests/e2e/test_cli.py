@@ -157,7 +157,13 @@ def test_doctor_reports_versions(tmp_path: Path) -> None:
 
 def test_ctrl_c_keeps_what_was_finished(tmp_path: Path) -> None:
     process = subprocess.Popen(
-        [*POSTTRAIN, "experiment=tiny", "rl.max_steps=100000"], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [*POSTTRAIN, "experiment=tiny", "rl.max_steps=100000"],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # a test run in the background of a shell hands down an ignored SIGINT
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     path = tmp_path / "outputs/posttrain/tiny/metrics.jsonl"
     deadline = time.monotonic() + 90
@@ -165,7 +171,10 @@ def test_ctrl_c_keeps_what_was_finished(tmp_path: Path) -> None:
         assert time.monotonic() < deadline and process.poll() is None
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
-    stdout, stderr = process.communicate(timeout=60)
+    try:
+        stdout, stderr = process.communicate(timeout=60)
+    finally:
+        process.kill()
     assert process.returncode == 130, stdout + stderr
     assert "Traceback" not in stderr and "interrupted" in stderr
     lines = metrics(path.parent)
