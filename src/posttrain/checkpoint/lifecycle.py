@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -310,6 +311,8 @@ class ResumePoint:
     folder: Path
     manifest: Manifest
     training_state: dict[str, Any]
+    verified_s: float = 0.0
+    """How long it took to fetch and verify."""
 
     @property
     def model(self) -> Path:
@@ -357,9 +360,11 @@ def _open(store: ArtifactStore, name: str) -> ResumePoint:
     manifest = store.manifest(CHECKPOINTS, name)
     if manifest.components != COMPONENTS:
         raise CheckpointError(f"it holds only {', '.join(manifest.components)}, which is not enough to continue exactly")
+    started = time.monotonic()
     folder = store.fetch(CHECKPOINTS, name)
+    verified_s = round(time.monotonic() - started, 3)
     state = json.loads((folder / TRAINING_STATE / STATE_FILE).read_text(encoding="utf-8"))
-    return ResumePoint(folder, manifest, state)
+    return ResumePoint(folder, manifest, state, verified_s)
 
 
 def _newest_whole(store: ArtifactStore, *, without: str) -> str | None:

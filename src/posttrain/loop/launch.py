@@ -100,6 +100,7 @@ def launch(root: RootConfig, *, run_dir: Path, plain_config: dict[str, Any], res
             policy, trainer = side.parts.policy, side.parts.trainer
             for kind, fields in side.parts.notes:
                 tracker.event(kind, **fields)
+        with tracker.phase("engine"):
             engine, sync = _engine(root, rl, side=side, precision=precision)
             stack.callback(engine.close)
         manager = CheckpointManager(
@@ -119,6 +120,7 @@ def launch(root: RootConfig, *, run_dir: Path, plain_config: dict[str, Any], res
         if resume is not None:
             loop.restore(resume.training_state)
             random_state.restore(resume.training_state["random"])
+            tracker.event("verified", checkpoint=resume.folder.name, seconds=resume.verified_s)
             tracker.announce(f"resumed from {resume.folder.name} after step {resume.manifest.step} of {rl.max_steps}")
         try:
             return loop.run()

@@ -188,7 +188,8 @@ METRICS: dict[str, MetricDoc] = {
     "time/step_s": MetricDoc("s", "Wall time since the end of the previous step, everything included.", "down"),
     "time/*": MetricDoc(
         "s",
-        "Wall time of one phase of the step: load (first step only), data, generate, reward, train, sync, validate; phases never overlap.",
+        "Wall time of one phase of the step: load and engine (before the first step), data, generate, reward, train, sync, validate; "
+        "phases never overlap.",
         "down",
     ),
     "memory/rss_gib": MetricDoc("GiB", "Resident memory of the process at the end of the step (not GPU memory).", "down"),

@@ -62,7 +62,7 @@ class Tracker:
         self._now = now
         self._sinks: list[Sink] = list(sinks) if sinks is not None else _sinks_of(config, self.run)
         self._failed_sinks: set[str] = set()
-        self._started_at = self._step_started_at = now()
+        self._started_at = self._attempt_at = self._step_started_at = now()
         self._clock = PhaseClock(now)
         self._header: RunHeader | None = None
         self._metrics_file: JsonLines | None = None
@@ -86,8 +86,8 @@ class Tracker:
         self._header = header
         self._metrics_file = JsonLines(self.run.run_dir / "metrics.jsonl")
         self._events_file = JsonLines(self.run.run_dir / "events.jsonl")
-        self._step_started_at = self._now()
-        self._started_at = self._step_started_at - (self._resumed["time_s"] if self._resumed else 0.0)
+        self._attempt_at = self._step_started_at = self._now()
+        self._started_at = self._attempt_at - (self._resumed["time_s"] if self._resumed else 0.0)
         self.event(
             "run_started",
             resumed_after_step=self._step if self._resumed else None,
@@ -162,7 +162,7 @@ class Tracker:
         """Start-up is over: record what it took, and start the clock of the first step."""
         phases = self._clock.take()
         now = self._now()
-        self.event("ready", seconds=round(now - self._started_at, 3), phases={name: round(value, 3) for name, value in phases.items()})
+        self.event("ready", seconds=round(now - self._attempt_at, 3), phases={name: round(value, 3) for name, value in phases.items()})
         self._step_started_at = now
 
     # ---------------------------------------------------------------------------------------------------------- records

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,6 +62,18 @@ class Assembled:
     """Events for the tracker: (kind, fields)."""
 
 
+class _Laps:
+    """Where the time of a start-up went."""
+
+    def __init__(self) -> None:
+        self._since = time.monotonic()
+        self.seconds: dict[str, Any] = {}
+
+    def lap(self, name: str) -> None:
+        now = time.monotonic()
+        self.seconds[name], self._since = round(now - self._since, 3), now
+
+
 def precision_of(root: RootConfig, rl: GRPOConfig) -> Precision:
     """The resolved precision block."""
     model = root.model
@@ -100,7 +113,9 @@ def assemble(
     """Build, shard, check and restore. Every rank calls this with the same configuration and the same seed."""
     precision = precision_of(root, rl)
     notes: list[tuple[str, dict[str, Any]]] = []
+    laps = _Laps()
     built, policy = build_policy(root.model, precision=precision, ranks=ranks, train_keys=list(rl.optimizer.train_keys))
+    laps.lap("model_s")
     probe = policy.tokenizer.encode(PROBE_TEXT, add_special_tokens=False)
     policy.check_head(probe, tolerance=HEAD_TOLERANCE[precision.param])
     gap = policy.check_packing(probe, tolerance=HEAD_TOLERANCE[precision.param])
@@ -108,15 +123,20 @@ def assemble(
         load_initial_weights(policy.module, rl.init_from, skip=rl.init_keys_to_skip_loading)
     if not policy.packs:
         notes.append(("warning", {"message": _padding_reason(policy, gap)}))
+    laps.lap("checks_s")
     if reference is not None:
         notes.append(_attach_reference(reference, rl, root, policy=policy, ranks=ranks))
+        laps.lap("reference_s")
     trainer = make_trainer(
         rl.optimizer, policy=policy, objective=objective, batching=Batching.of(rl), total_steps=total_steps(rl), ranks=ranks
     )
     tensors = make_state(policy.module, trainer.optimizer, ranks)
     if restored is not None:
+        laps.lap("optimizer_s")
         tensors.restore(restored.model, restored.optimizer)
         trainer.restore(restored.trainer)
+        laps.lap("restore_s")
+    notes.append(("loaded", laps.seconds))
     return Assembled(built, policy, trainer, tensors, probe, notes)
 
 
