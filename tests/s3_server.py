@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import http.client
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,22 +22,37 @@ Verdict = int | str | None
 """An HTTP status to answer with, "cut" to close the connection midway, or None to pass the request on."""
 
 
+SERVE = """
+import sys
+from moto.server import ThreadedMotoServer
+server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+server.start()
+host, port = server.get_host_and_port()
+print(f"http://{host}:{port}", flush=True)
+sys.stdin.read()
+server.stop()
+"""
+
+
 @contextmanager
 def s3_server() -> Iterator[str]:
-    """An empty bucket; yields the server's address. Needs CREDENTIALS in the environment."""
-    from moto.server import ThreadedMotoServer
+    """An empty bucket; yields the server's address. Needs CREDENTIALS in the environment.
 
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    address = f"http://{host}:{port}"
-    client = boto3.client("s3", endpoint_url=address)
-    client.create_bucket(Bucket=BUCKET)
-    try:
-        yield address
-    finally:
-        client.close()
-        server.stop()
+    The server is a process of its own: its web framework leaves objects in the interpreter that vLLM trips over when it looks
+    through loaded modules.
+    """
+    with subprocess.Popen([sys.executable, "-c", SERVE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdin is not None and server.stdout is not None
+        try:
+            address = server.stdout.readline().strip()
+            assert address, "the S3 server did not start"
+            client = boto3.client("s3", endpoint_url=address)
+            client.create_bucket(Bucket=BUCKET)
+            yield address
+            client.close()
+        finally:
+            server.stdin.close()  # it ends with its input
+            server.wait(timeout=30)
 
 
 @dataclass
