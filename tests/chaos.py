@@ -15,9 +15,8 @@ from typing import Any
 import torch
 
 from posttrain.checkpoint.layout import CHECKPOINTS, LATEST
+from posttrain.runtime.reproduce import MACHINE
 
-TIMED = ("time/", "memory/", "sync/seconds", "reward/time_s", "reward/slowest_s", "rollout/tokens_per_s")
-"""Metrics that measure the machine."""
 COMMAND = [sys.executable, "-m", "posttrain"]
 
 
@@ -85,7 +84,7 @@ def differences(straight: Path, resumed: Path) -> list[str]:
 
 def _metrics(run_dir: Path) -> list[dict[str, Any]]:
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in line.items() if key != "time_s" and not key.startswith(TIMED)} for line in lines]
+    return [{key: value for key, value in line.items() if key != "time_s" and not key.startswith(MACHINE)} for line in lines]
 
 
 def _untimed(path: Path) -> list[Any]:

@@ -14,6 +14,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import boto3
+import pytest
 
 BUCKET = "posttrain-test"
 CREDENTIALS = {"AWS_ACCESS_KEY_ID": "test-key-id", "AWS_SECRET_ACCESS_KEY": "test-secret", "AWS_DEFAULT_REGION": "us-east-1"}
@@ -36,12 +37,15 @@ server.stop()
 
 @contextmanager
 def s3_server() -> Iterator[str]:
-    """An empty bucket; yields the server's address. Needs CREDENTIALS in the environment.
+    """An empty bucket; yields the server's address. CREDENTIALS are in the environment meanwhile.
 
     The server is a process of its own: its web framework leaves objects in the interpreter that vLLM trips over when it looks
     through loaded modules.
     """
-    with subprocess.Popen([sys.executable, "-c", SERVE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
+    start = [sys.executable, "-c", SERVE]
+    with pytest.MonkeyPatch.context() as patch, subprocess.Popen(start, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
+        for key, value in CREDENTIALS.items():
+            patch.setenv(key, value)
         assert server.stdin is not None and server.stdout is not None
         try:
             address = server.stdout.readline().strip()
